@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes: what is refused and with which words, paths, overrides, `extends`, and the dump."""
+
+import inspect
+import types
+import typing
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from treespark import recipe as recipes
+from treespark.errors import UsageError
+from treespark.recipe import dump_recipe, load_recipe
+
+MINIMAL = """\
+target:
+  model: ../target
+drafter:
+  num_attention_heads: 6
+  num_key_value_heads: 2
+  head_dim: 96
+  intermediate_size: 1536
+data:
+  continuations: [a.jsonl, /data/b.jsonl]
+train:
+  epochs: 2
+output:
+  dir: run
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a recipe file and return its path."""
+
+    def write(text, name="recipe.yaml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def refusal(path, *overrides):
+    with pytest.raises(UsageError) as caught:
+        load_recipe(path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_defaults_are_the_published_recipe(write):
+    recipe = load_recipe(write(MINIMAL))
+    assert (recipe.policy.depth, recipe.policy.branching, recipe.policy.budget) == (7, 4, 32)
+    losses = recipe.losses
+    weights = (losses.ce, losses.l1, losses.confidence, losses.survival, losses.coverage)
+    assert weights == (0.1, 0.9, 1.0, 0.1, 0.1)
+    assert (losses.gamma, losses.top_j, losses.margin, losses.cap) == (4.0, 4, 1.0, 4.0)
+    assert (recipe.optim.lr, recipe.optim.warmup_ratio, recipe.optim.weight_decay) == (
+        6e-4,
+        0.04,
+        0,
+    )
+    assert (recipe.data.num_anchors, recipe.data.tree_anchors) == (512, 128)
+    assert (recipe.train.global_batch, recipe.train.seed) == (64, 42)
+
+
+def test_paths_are_relative_to_the_recipe_and_overrides_to_the_current_folder(
+    write, tmp_path, monkeypatch
+):
+    path = write(MINIMAL)
+    recipe = load_recipe(path)
+    assert recipe.target.model == tmp_path.parent / "target"
+    assert recipe.data.continuations == (tmp_path / "a.jsonl", Path("/data/b.jsonl"))
+    assert recipe.output.dir == tmp_path / "run"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    overridden = load_recipe(path, ["output.dir=other", "data.continuations=[c.jsonl]"])
+    assert overridden.output.dir == elsewhere / "other"
+    assert overridden.data.continuations == (elsewhere / "c.jsonl",)
+
+
+def path_fields(section, prefix=()):
+    for name, field in section.model_fields.items():
+        annotations = [field.annotation, *typing.get_args(field.annotation)]
+        if Path in annotations:
+            yield (*prefix, name)
+        for annotation in annotations:
+            if (
+                inspect.isclass(annotation)
+                and not isinstance(annotation, types.GenericAlias)
+                and issubclass(annotation, BaseModel)
+            ):
+                yield from path_fields(annotation, (*prefix, name))
+
+
+def test_every_path_of_a_recipe_is_made_absolute():
+    assert set(path_fields(recipes.Recipe)) == set(recipes.PATH_KEYS)
+
+
+def test_overrides_replace_single_values_in_order(write):
+    recipe = load_recipe(
+        write(MINIMAL),
+        ["optim.lr=3e-4", "train.seed=1", "train.seed=2", "losses.warmup={fraction: 0.25, l1: 0}"],
+    )
+    assert (recipe.optim.lr, recipe.train.seed) == (3e-4, 2)
+    assert (recipe.losses.warmup.fraction, recipe.losses.warmup.l1) == (0.25, 0)
+    assert recipe.drafter.head_dim == 96
+
+
+def test_extends_takes_the_other_recipe_first_with_its_own_paths(write, tmp_path):
+    (tmp_path / "base").mkdir()
+    write(MINIMAL + "optim: {lr: 0.001, grad_clip: 2}\n", "base/base.yaml")
+    recipe = load_recipe(
+        write("extends: base/base.yaml\noptim: {lr: 0.002}\noutput: {dir: here}\n")
+    )
+    assert (recipe.optim.lr, recipe.optim.grad_clip) == (0.002, 2)
+    assert recipe.data.continuations[0] == tmp_path / "base" / "a.jsonl"
+    assert recipe.output.dir == tmp_path / "here"
+
+
+def test_extends_goes_one_level_and_mistakes_name_the_file_they_are_in(write, tmp_path):
+    write(MINIMAL.replace("head_dim: 96", "head_dim: 95"), "base.yaml")
+    child = write("extends: base.yaml\n")
+    assert refusal(child).startswith(f"{tmp_path}/base.yaml:6: drafter.head_dim: 95 is not allowed")
+    fixed = write("extends: base.yaml\ndrafter: {head_dim: 94.5}\n", "fixed.yaml")
+    assert refusal(fixed).startswith(f"{fixed}:2: drafter.head_dim: 94.5 is not allowed")
+    grandchild = write("extends: recipe.yaml\n", "grandchild.yaml")
+    assert "cannot extend another" in refusal(grandchild)
+
+
+def test_unknown_key_names_file_line_key_and_the_nearest_name(write):
+    path = write(MINIMAL.replace("epochs: 2", "epochs: 2\n  micro_bacth: 4"))
+    expected = f"{path}:12: unknown key 'train.micro_bacth': did you mean 'micro_batch'?"
+    assert refusal(path) == expected
+
+
+def test_unknown_section_and_unknown_nested_key_are_refused(write):
+    path = write(MINIMAL)
+    assert "'trian': did you mean 'train'?" in refusal(path, "trian.seed=1")
+    assert "did you mean 'fraction'?" in refusal(path, "losses.warmup.frction=0.1")
+    assert "known keys: epochs, max_steps" in refusal(path, "train.zzz=1")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("optim.lr=0", "optim.lr: 0 is not allowed: need > 0"),
+        ("optim.lr=.nan", "optim.lr: nan is not allowed"),
+        ("optim.betas=[0.9, 1]", "optim.betas.1: 1 is not allowed: input should be less than 1"),
+        ("optim.schedule=step", "optim.schedule: 'step' is not allowed: input should be 'cosine'"),
+        ("train.seed=-1", "train.seed: -1 is not allowed: need >= 0 and < 4294967296"),
+        ("train.seed=1.5", "train.seed: 1.5 is not allowed: need >= 0 and < 4294967296"),
+        ("train.global_batch=true", "train.global_batch: True is not allowed"),
+        ("train.micro_batch=3", "global_batch 64 must be a multiple of micro_batch 3"),
+        ("train.epochs=null", "give epochs, max_steps or both"),
+        ("train.dtype=float16", "input should be 'bfloat16' or 'float32'"),
+        ("drafter.head_dim=97", "need >= 2 and a multiple of 2"),
+        ("drafter.num_key_value_heads=4", "num_attention_heads 6 must be a multiple of"),
+        ("drafter.block_size=x", "drafter.block_size: 'x' is not allowed: need >= 1 and <= 64"),
+        ("drafter.mask_token_id=-1", "drafter.mask_token_id: -1 is not allowed: need >= 0"),
+        ("drafter.target_layer_ids=[]", "drafter.target_layer_ids: [] is not allowed"),
+        ("policy.depth=8", "policy.depth 8: allowed 1..7 (drafter.block_size)"),
+        ("policy.budget=-1", "need >= 0 and <= 1024"),
+        ("data.features=store", "features: store needs data.store"),
+        ("data.tree_anchors=513", "tree_anchors 513: allowed 0..512 (data.num_anchors)"),
+        ("data.continuations=a.jsonl", "is not allowed: need a list"),
+        ("target.model=3", "target.model: 3 is not allowed: need a path"),
+        ("losses.warmup.fraction=1", "need > 0 and < 1"),
+        ("losses={ce: 0, l1: 0, confidence: 0, survival: 0, coverage: 0}", "--set losses="),
+        ("train=3", "--set train=3: need section.key=value"),
+        ("train.seed", "--set train.seed: need section.key=value"),
+        ("train.seed=[", "the value is not YAML"),
+    ],
+)
+def test_value_out_of_range_is_refused_with_what_is_allowed(write, override, words):
+    assert words in refusal(write(MINIMAL), override)
+
+
+def test_all_loss_weights_zero_are_refused(write):
+    zeros = [f"losses.{name}=0" for name in ("ce", "l1", "confidence", "survival", "coverage")]
+    assert "all loss weights are 0" in refusal(write(MINIMAL), *zeros)
+
+
+def test_bad_yaml_names_file_and_line(write):
+    path = write("target:\n  model: [a\ndrafter: {}\n")
+    assert refusal(path).startswith(f"{path}:3: bad YAML: ")
+    doubled = write(MINIMAL + "train:\n  epochs: 3\n")
+    assert refusal(doubled) == f"{doubled}:14: key 'train' given twice, first in line 10"
+
+
+@pytest.mark.parametrize("text", ["", "- target\n", "target\n"])
+def test_file_that_is_no_mapping_is_refused(write, text):
+    assert "need a mapping of sections" in refusal(write(text))
+
+
+def test_missing_file_folder_and_binary_file_are_refused(write, tmp_path):
+    assert refusal(tmp_path / "none.yaml") == f"{tmp_path}/none.yaml: No such file or directory"
+    assert refusal(tmp_path) == f"{tmp_path}: Is a directory"
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert refusal(binary) == f"{binary}: not UTF-8 text"
+
+
+def test_missing_key_is_named_and_further_mistakes_counted(write):
+    message = refusal(
+        write(MINIMAL.replace("  head_dim: 96\n", "").replace("epochs: 2", "epochs: 0"))
+    )
+    assert "missing key 'drafter.head_dim' (and 1 more)" in message
+
+
+def test_yaml_tags_that_build_objects_are_refused(write, tmp_path):
+    text = MINIMAL + "policy: !!python/object/apply:os.mkdir [made]\n"
+    assert "bad YAML" in refusal(write(text))
+    assert not (tmp_path / "made").exists()
+
+
+def test_resolved_recipe_loads_to_the_same_values_from_another_folder(write, tmp_path):
+    recipe = load_recipe(write(MINIMAL), ["drafter.target_layer_ids=[1, 9]"])
+    folder = tmp_path / "out" / "deep"
+    folder.mkdir(parents=True)
+    dumped = folder / "recipe.yaml"
+    dumped.write_text(dump_recipe(recipe, folder))
+    assert load_recipe(dumped) == recipe
+    assert yaml.safe_load(dumped.read_text())["output"]["dir"] == "../../run"
+    dumped.write_text(dump_recipe(recipe))
+    assert load_recipe(dumped) == recipe
+
+
+def test_a_loaded_recipe_does_not_change(write):
+    recipe = load_recipe(write(MINIMAL))
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.train.seed = 3
+
+
+def test_every_shipped_recipe_loads(repository):
+    for path in (repository / "recipes").rglob("*.yaml"):
+        assert isinstance(load_recipe(path), recipes.Recipe)

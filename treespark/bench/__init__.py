@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measuring what serving does: definitions of the metrics and comparisons between decoders."""

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Drafter protocol, what serving needs from any drafter, and the loader for a folder."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModel
+
+from treespark.drafter.config import TreeSparkConfig
+from treespark.drafter.loading import TargetWeights
+from treespark.drafter.modeling import TreeSparkDrafter
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """What the engine calls.
+
+    R requests, B depths, H hidden size, m taps, V vocabulary, W parents.
+    """
+
+    config: Any
+
+    def new_cache(self, num_slots: int, max_len: int) -> Any:
+        """Return empty per-slot context state."""
+
+    def extend_context(self, cache: Any, slot: int, start: int, features: Tensor) -> None:
+        """Append context for committed positions from features [n, m*H]."""
+
+    def extend_contexts(
+        self,
+        cache: Any,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        features: Tensor,
+    ) -> None:
+        """`extend_context` for several slots in one pass."""
+
+    def draft_block(
+        self, cache: Any, slots: Sequence[int], lengths: Sequence[int], anchor_tokens: Tensor
+    ) -> Tensor:
+        """Return hidden [R, B, H] of one block per request."""
+
+    def node_logits(self, hidden: Tensor) -> Callable[[int, Tensor], Tensor]:
+        """Return (depth, parent_tokens [R, W]) -> logits [R, W, V] for tree expansion."""
+
+    def chain(self, hidden: Tensor, anchor_tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the greedy chain: tokens [R, B] and logits [R, B, V]."""
+
+
+def load_drafter(
+    folder: str | Path,
+    target_embed: Tensor,
+    target_head: Tensor,
+    target_fingerprint: str | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    num_target_layers: int | None = None,
+) -> TreeSparkDrafter:
+    """Return the drafter in `folder` bound to a target's embedding and head [V, H].
+
+    dtype and device default to the target's. Raises `UsageError` naming folder and field where the
+    drafter does not fit the target or the folder is damaged.
+    """
+    target = TargetWeights(target_embed, target_head, target_fingerprint, num_target_layers)
+    return TreeSparkDrafter.from_pretrained(folder, target, dtype=dtype, device=device)
+
+
+AutoConfig.register(TreeSparkConfig.model_type, TreeSparkConfig, exist_ok=True)
+AutoModel.register(TreeSparkConfig, TreeSparkDrafter, exist_ok=True)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes drafter folders: our own layout and the DeepSpec layout.
+
+A folder is written beside its destination and renamed into place, so that a reader never sees half
+of it. Other files of an existing drafter folder (model card, recipe) are kept.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from treespark.drafter.config import TreeSparkConfig
+from treespark.drafter.loading import DEEPSPEC, FROZEN_KEYS, OWN, WEIGHTS_NAME, ZLAB
+from treespark.drafter.modeling import TreeSparkDrafter
+from treespark.errors import UsageError
+
+
+def save_own(drafter: TreeSparkDrafter, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write our layout: everything but embedding and head, which the target supplies on load.
+
+    dtype: stored dtype, default that of the weights. Raises `UsageError` if `folder` exists and is
+    not a drafter folder.
+    """
+    tensors = {k: t for k, t in drafter.state_dict().items() if k not in FROZEN_KEYS}
+    tensors = _storable(tensors, dtype)
+    config = json.loads(drafter.config.to_json_string())
+    config["architectures"] = [type(drafter).__name__]
+    config["dtype"] = _dtype_name(tensors)
+    write_folder(folder, config, tensors)
+
+
+def save_deepspec(
+    drafter: TreeSparkDrafter, folder: Path, dtype: torch.dtype | None = None
+) -> None:
+    """Write a DeepSpec folder (architecture Qwen3DSparkModel) with embedding and head.
+
+    Raises `UsageError` for the in-place layout, which that format cannot express, and where
+    `save_own` does.
+    """
+    if not drafter.config.anchor_predicts_next:
+        raise UsageError(
+            "anchor_predicts_next is false: a DeepSpec config has no field for the in-place layout"
+        )
+    tensors = _storable(dict(drafter.state_dict()), dtype)
+    config = {**deepspec_config(drafter.config), "dtype": _dtype_name(tensors)}
+    write_folder(folder, config, tensors)
+
+
+def deepspec_config(config: TreeSparkConfig) -> dict[str, Any]:
+    """Return the fields of a DeepSpec config.json: a Qwen3 config plus the drafter's own fields."""
+    copied = (
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+        "num_key_value_heads head_dim hidden_act rms_norm_eps max_position_embeddings "
+        "initializer_range block_size target_layer_ids num_target_layers mask_token_id num_anchors "
+        "markov_rank enable_confidence_head tie_word_embeddings"
+    )
+    fields: dict[str, Any] = {name: getattr(config, name) for name in copied.split()}
+    fields |= {
+        "architectures": [DEEPSPEC],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * config.num_hidden_layers,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
+    }
+    if config.markov_rank:
+        fields["markov_head_type"] = config.markov_head_type
+    if config.enable_confidence_head:
+        fields["confidence_head_with_markov"] = config.confidence_head_with_markov
+    return fields
+
+
+def _storable(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Detached CPU tensors that share no storage: a tied embedding and head are stored twice."""
+    out: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for key, tensor in tensors.items():
+        stored = tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype).contiguous()
+        if stored.data_ptr() in seen:
+            stored = stored.clone()
+        seen.add(stored.data_ptr())
+        out[key] = stored
+    return out
+
+
+def _dtype_name(tensors: dict[str, Tensor]) -> str:
+    return str(tensors["fc.weight"].dtype).removeprefix("torch.")
+
+
+def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write config.json and model.safetensors to a temporary sibling and rename it to `folder`."""
+    _check_destination(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        # mkdtemp makes a private folder; the result gets the usual permissions.
+        work.chmod(0o777 & ~_umask())
+        if folder.is_dir():
+            shutil.copytree(
+                folder, work, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*")
+            )
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        (work / "config.json").write_text(text, encoding="utf-8")
+        save_file(tensors, work / WEIGHTS_NAME, metadata={"format": "pt"})
+        for name in ("config.json", WEIGHTS_NAME):
+            with (work / name).open("rb+") as file:
+                os.fsync(file.fileno())
+        _replace(work, folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _check_destination(folder: Path) -> None:
+    """Allow a new or empty folder, or one that already holds a drafter."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UsageError(f"drafter output {folder}: it is a file; need a folder")
+    if not any(folder.iterdir()):
+        return
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        known = raw.get("model_type") == OWN or raw.get("architectures") in ([DEEPSPEC], [ZLAB])
+    except (OSError, ValueError, AttributeError):
+        known = False
+    if not known:
+        raise UsageError(
+            f"drafter output {folder}: it exists and holds no drafter; choose a new or empty folder"
+        )
+
+
+def _replace(work: Path, folder: Path) -> None:
+    """Rename `work` to `folder`, putting an existing folder aside first and removing it after."""
+    if not folder.exists():
+        work.rename(folder)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+    folder.rename(aside / "old")
+    try:
+        work.rename(folder)
+    except OSError:
+        (aside / "old").rename(folder)
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes: YAML files that become one typed, frozen object, with the place of every mistake named.
+
+A recipe holds differences from the defaults below. `extends: base.yaml` takes another recipe's
+values first (one level), `--set a.b=c` replaces single values last. Paths in a file are relative to
+that file, paths given with `--set` are relative to the current folder.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import typing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+
+from treespark.errors import UsageError
+from treespark.yaml_source import Key, Origins, merge, parse_override, read_mapping
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pydantic_core import ErrorDetails
+
+_DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def _full_dtype_name(value: Any) -> Any:
+    return _DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
+
+
+TargetDtype = Annotated[
+    Literal["auto", "bfloat16", "float16", "float32"], BeforeValidator(_full_dtype_name)
+]
+TrainDtype = Annotated[Literal["bfloat16", "float32"], BeforeValidator(_full_dtype_name)]
+Count = Annotated[int, Field(ge=1)]
+Weight = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values do not change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_bool_for_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # pydantic takes true for 1; in a recipe that is a slip of the pen.
+        field = cls.model_fields[info.field_name] if info.field_name else None
+        if isinstance(value, bool) and field and field.annotation is not bool:
+            raise ValueError(f"{value} is not allowed: not a field for true or false")
+        return value
+
+
+class TargetSection(Section):
+    """The verified model: a Hugging Face folder and the dtype it runs in."""
+
+    model: Path
+    dtype: TargetDtype = "auto"
+
+
+class DrafterSection(Section):
+    """Shape of the drafter. The four widths depend on the target and have no default."""
+
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2)]
+    intermediate_size: Count
+    # Defaults from here on: the published 4B recipe (algorithms.md 1.1, 1.7).
+    num_hidden_layers: Annotated[int, Field(ge=1, le=64)] = 5
+    block_size: Annotated[int, Field(ge=1, le=64)] = 7
+    markov_rank: Annotated[int, Field(ge=0)] = 256
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    target_layer_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(None, min_length=1)
+    mask_token_id: Annotated[int, Field(ge=0)] | None = None
+    rope_theta: Annotated[float, Field(gt=0)] | None = None
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> DrafterSection:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} must be a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        return self
+
+
+class PolicySection(Section):
+    """The tree policy, for replay in training and for serving. `frontier` None is `branching`."""
+
+    depth: Count = 7
+    branching: Annotated[int, Field(ge=1, le=64)] = 4
+    budget: Annotated[int, Field(ge=0, le=1024)] = 32
+    frontier: Annotated[int, Field(ge=1, le=64)] | None = None
+
+
+class DataSection(Section):
+    """Continuations to train on, and how many anchors of each sequence are used."""
+
+    continuations: tuple[Path, ...] = Field(min_length=1)
+    max_tokens: Annotated[int, Field(ge=2)] = 4096
+    features: Literal["online", "store"] = "online"
+    store: Path | None = None
+    num_anchors: Count = 512
+    tree_anchors: Annotated[int, Field(ge=0)] = 128
+    holdout_rows: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _check_store(self) -> DataSection:
+        if self.features == "store" and self.store is None:
+            raise ValueError("features: store needs data.store, the folder of the feature store")
+        if self.tree_anchors > self.num_anchors:
+            raise ValueError(
+                f"tree_anchors {self.tree_anchors}: "
+                f"allowed 0..{self.num_anchors} (data.num_anchors)"
+            )
+        return self
+
+
+class LossWeights(Section):
+    """Weight of each loss term; 0 turns a term off."""
+
+    ce: Weight = 0.1
+    l1: Weight = 0.9
+    confidence: Weight = 1.0
+    survival: Weight = 0.1
+    coverage: Weight = 0.1
+
+    @model_validator(mode="after")
+    def _check_some(self) -> LossWeights:
+        if not any((self.ce, self.l1, self.confidence, self.survival, self.coverage)):
+            raise ValueError("all loss weights are 0: at least one must be positive")
+        return self
+
+
+class WarmupSection(LossWeights):
+    """Loss weights for the first `fraction` of the steps."""
+
+    fraction: Annotated[float, Field(gt=0, lt=1)]
+
+
+class LossesSection(LossWeights):
+    """Loss weights, and the constants of algorithms.md 2.2 and 2.5."""
+
+    gamma: Annotated[float, Field(gt=0)] = 4.0
+    top_j: Count = 4
+    margin: Annotated[float, Field(ge=0)] = 1.0
+    cap: Annotated[float, Field(gt=0)] = 4.0
+    confidence_stop_gradient: bool = False
+    warmup: WarmupSection | None = None
+
+
+class OptimSection(Section):
+    """AdamW with linear warmup and cosine decay to zero; defaults of algorithms.md 2.6."""
+
+    lr: Annotated[float, Field(gt=0)] = 6e-4
+    warmup_ratio: Fraction = 0.04
+    weight_decay: Weight = 0.0
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
+        0.9,
+        0.999,
+    )
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    schedule: Literal["cosine"] = "cosine"
+
+
+class TrainSection(Section):
+    """Length, batch and rhythm of a run; of `epochs` and `max_steps` the sooner one ends it."""
+
+    epochs: Count | None = None
+    max_steps: Count | None = None
+    global_batch: Count = 64
+    micro_batch: Count = 1
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
+    dtype: TrainDtype = "bfloat16"
+    save_every: Count = 500
+    log_every: Count = 10
+    eval_every: Annotated[int, Field(ge=0)] = 500
+    # Rows of the vocabulary losses computed at a time: 64 blocks of 7 (training.md 4).
+    chunk_rows: Count = 448
+    # True stores the vocabulary logits between the passes: faster where memory allows it.
+    keep_logits: bool = False
+
+    @model_validator(mode="after")
+    def _check_length(self) -> TrainSection:
+        if self.epochs is None and self.max_steps is None:
+            raise ValueError("give epochs, max_steps or both")
+        if self.global_batch % self.micro_batch:
+            raise ValueError(
+                f"global_batch {self.global_batch} must be a multiple of "
+                f"micro_batch {self.micro_batch}"
+            )
+        return self
+
+
+class OutputSection(Section):
+    """Where the run writes."""
+
+    dir: Path
+
+
+class Recipe(Section):
+    """A whole training run."""
+
+    target: TargetSection
+    drafter: DrafterSection
+    policy: PolicySection = PolicySection()
+    data: DataSection
+    losses: LossesSection = LossesSection()
+    optim: OptimSection = OptimSection()
+    train: TrainSection
+    output: OutputSection
+
+    @model_validator(mode="after")
+    def _check_depth(self) -> Recipe:
+        if self.policy.depth > self.drafter.block_size:
+            raise ValueError(
+                f"policy.depth {self.policy.depth}: "
+                f"allowed 1..{self.drafter.block_size} (drafter.block_size)"
+            )
+        return self
+
+
+PATH_KEYS: tuple[Key, ...] = (
+    ("target", "model"),
+    ("data", "continuations"),
+    ("data", "store"),
+    ("output", "dir"),
+)
+
+
+def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in the YAML file `path`, with `a.b=c` overrides applied and all paths absolute.
+
+    Raises UsageError for a missing file, bad YAML, an unknown or doubled key, or a value out of
+    range; the message starts with file:line, or with `--set`.
+    """
+    source = Path(path)
+    values, origins, base = _read(source)
+    if base is not None:
+        base_values, base_origins, further = _read(base)
+        if further is not None:
+            raise UsageError(
+                f"{base}: extends: a base recipe cannot extend another ({source} extends it)"
+            )
+        values, origins = merge(base_values, values), {**base_origins, **origins}
+    for text in overrides:
+        key, value = parse_override(text)
+        change: Any = value
+        for part in reversed(key):
+            change = {part: change}
+        _resolve_paths(change, Path.cwd())
+        values = merge(values, change)
+        origins[key] = "--set"
+        for length in range(1, len(key)):
+            origins.setdefault(key[:length], "--set")
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as problem:
+        raise UsageError(_explain(problem, source, origins)) from None
+
+
+def dump_recipe(recipe: Recipe, folder: str | os.PathLike[str] | None = None) -> str:
+    """YAML of every value of `recipe`, loadable again; paths relative to `folder` if given."""
+    values = recipe.model_dump(mode="json")
+    if folder is not None:
+        for section, key in PATH_KEYS:
+            values[section][key] = _map_paths(
+                values[section][key], lambda text: os.path.relpath(text, os.path.abspath(folder))
+            )
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], Origins, Path | None]:
+    """Values, origins, and the recipe that `extends` names, with all paths absolute."""
+    values, origins = read_mapping(path)
+    base = values.pop("extends", None)
+    if base is not None and not isinstance(base, str):
+        raise UsageError(f"{origins['extends',]}: extends: need the file name of one recipe")
+    _resolve_paths(values, path.parent)
+    return values, origins, None if base is None else path.parent / base
+
+
+def _resolve_paths(values: dict[str, Any], folder: Path) -> None:
+    for section, key in PATH_KEYS:
+        part = values.get(section)
+        if isinstance(part, dict) and key in part:
+            part[key] = _map_paths(
+                part[key], lambda text: os.path.abspath(folder / Path(text).expanduser())
+            )
+
+
+def _map_paths(value: Any, change: Callable[[str], str]) -> Any:
+    """Apply `change` to a path or each of a list; the rest is left for validation to refuse."""
+    if isinstance(value, str):
+        return change(value)
+    return [_map_paths(item, change) for item in value] if isinstance(value, list) else value
+
+
+def _explain(problem: ValidationError, source: Path, origins: Origins) -> str:
+    """The first mistake on one line: where, which key, what is allowed."""
+    errors = problem.errors(include_url=False)
+    # A misspelt key is the likely reason of other complaints, as that the right one is missing.
+    error = min(errors, key=lambda e: e["type"] != "extra_forbidden")
+    key = tuple(str(part) for part in error["loc"])
+    prefixes = (key[:length] for length in range(len(key), 0, -1))
+    where = next((origins[prefix] for prefix in prefixes if prefix in origins), str(source))
+    dotted = ".".join(key)
+    if error["type"] == "extra_forbidden":
+        fields = _section_fields(key[:-1])
+        near = difflib.get_close_matches(key[-1], fields, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(fields)}"
+        message = f"unknown key '{dotted}': {hint}"
+    elif error["type"] == "missing":
+        message = f"missing key '{dotted}'"
+    elif error["type"] == "value_error":
+        message = ": ".join(filter(None, [dotted, error["msg"].removeprefix("Value error, ")]))
+    else:
+        message = f"{dotted}: {error['input']!r} is not allowed: {_allowed(key, error)}"
+    return f"{where}: {message}" + (f" (and {len(errors) - 1} more)" if len(errors) > 1 else "")
+
+
+def _section_fields(key: Key) -> dict[str, FieldInfo]:
+    """Fields of the section at `key`; empty where `key` is not a section."""
+    section: type[BaseModel] = Recipe
+    for part in key:
+        info = section.model_fields.get(part)
+        choices = () if info is None else (info.annotation, *typing.get_args(info.annotation))
+        found = [c for c in choices if isinstance(c, type) and issubclass(c, BaseModel)]
+        if not found:
+            return {}
+        section = found[0]
+    return section.model_fields
+
+
+_NEEDS = {"tuple_type": "a list", "model_type": "a section of keys", "path_type": "a path"}
+_BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "multiple_of": "a multiple of"}
+
+
+def _allowed(key: Key, error: ErrorDetails) -> str:
+    """What the field takes: its whole range where it is a number with bounds."""
+    if error["type"] in _NEEDS:
+        return f"need {_NEEDS[error['type']]}"
+    info = _section_fields(key[:-1]).get(key[-1])
+    metadata = [] if info is None else [*info.metadata]
+    for choice in () if info is None else typing.get_args(info.annotation):
+        # `int | None` keeps the bounds of `int` one level down.
+        for part in getattr(choice, "__metadata__", ()):
+            metadata += part.metadata if isinstance(part, FieldInfo) else [part]
+    bounds = [
+        f"{word} {getattr(part, name)}"
+        for part in metadata
+        for name, word in _BOUNDS.items()
+        if hasattr(part, name)
+    ]
+    return "need " + " and ".join(bounds) if bounds else error["msg"][:1].lower() + error["msg"][1:]

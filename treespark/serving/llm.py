@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offline decoding: a list of prompts in, their answers out, in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from tqdm import tqdm
+
+from treespark.errors import UsageError
+from treespark.serving.engine import Engine
+from treespark.serving.scheduler import Request, RequestOutput, SamplingParams
+from treespark.target.model import TargetModel
+from treespark.target.template import render_prompt
+
+if TYPE_CHECKING:
+    import torch
+
+    from treespark.drafter.auto import Drafter
+    from treespark.tree.policy import TreePolicy
+
+__all__ = ["LLM", "Prompt", "RequestOutput", "SamplingParams"]
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""Plain text, token ids, or chat messages of `role` and `content`."""
+
+
+class LLM:
+    """A target, optionally with a drafter, ready to answer lists of prompts.
+
+    target, drafter: folders or loaded objects.  policy: None takes the drafter's own.  dtype,
+    device: for what is loaded here.  max_num_seqs: requests decoded at a time.  max_model_len: most
+    tokens of prompt plus answer (None = the target's context).  profile: see `Engine`.
+    Raises UsageError for what does not fit.
+    """
+
+    def __init__(
+        self,
+        target: str | Path | TargetModel,
+        drafter: str | Path | Drafter | None = None,
+        policy: TreePolicy | None = None,
+        *,
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        max_num_seqs: int = 8,
+        max_model_len: int | None = None,
+        profile: bool = False,
+    ) -> None:
+        if isinstance(target, (str, Path)):
+            target = TargetModel.from_pretrained(target, dtype=dtype, device=device)
+        if isinstance(drafter, (str, Path)):
+            drafter = _load_drafter(drafter, target)
+        self.target = target
+        self.engine = Engine(
+            target,
+            drafter,
+            policy,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            profile=profile,
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Return one answer per prompt, in order; one prompt alone is a list of one.
+
+        Text is encoded as it stands, chat messages through the target's chat template. params: for
+        all prompts, or one per prompt. An interrupt drops what runs; the LLM can be used again.
+        Raises UsageError before anything runs if a prompt or its params cannot be served.
+        """
+        many = cast("Sequence[Prompt]", [prompts] if _is_one_prompt(prompts) else prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(many)
+        if len(params) != len(many):
+            raise UsageError(f"params: {len(params)} given for {len(many)} prompts; one per prompt")
+        try:
+            for i, (prompt, param) in enumerate(zip(many, params, strict=True)):
+                self.engine.add(Request(str(i), self.encode(prompt), param))
+            outputs = self._drain(len(many), progress)
+        except BaseException:
+            self.engine.abort_all()
+            raise
+        return [outputs[str(i)] for i in range(len(many))]
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of one prompt. Raises UsageError for an empty or mixed one."""
+        if isinstance(prompt, str):
+            return list(self.target.tokenizer(prompt)["input_ids"])
+        if prompt and all(isinstance(part, Mapping) for part in prompt):
+            return render_prompt(self.target.tokenizer, prompt)  # type: ignore[arg-type]
+        if all(isinstance(part, int) and not isinstance(part, bool) for part in prompt):
+            return list(prompt)  # type: ignore[arg-type]
+        kinds = sorted({type(part).__name__ for part in prompt})
+        raise UsageError(f"prompt of {', '.join(kinds)}: allowed: text, token ids or chat messages")
+
+    def _drain(self, num_prompts: int, progress: bool) -> dict[str, RequestOutput]:
+        """Run rounds until every request has ended; return the final answers by request id."""
+        finished: dict[str, RequestOutput] = {}
+        num_tokens = 0
+        with tqdm(total=num_prompts, unit="request", disable=not progress) as bar:
+            while self.engine.has_work:
+                for output in self.engine.step():
+                    if output.finish_reason is not None:
+                        finished[output.request_id] = output
+                        num_tokens += len(output.token_ids)
+                        bar.set_postfix(tokens=num_tokens, refresh=False)
+                        bar.update()
+        return finished
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, Mapping)))
+
+
+def _load_drafter(folder: str | Path, target: TargetModel) -> Drafter:
+    """Load a drafter folder next to its target, in the target's dtype and on its device."""
+    from treespark.drafter.auto import load_drafter
+
+    return load_drafter(
+        folder,
+        target.embed_weight,
+        target.head_weight,
+        target.fingerprint,
+        target.dtype,
+        target.device,
+        target.num_layers,
+    )

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests, their states and limits, and which of them hold a slot of the KV cache."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+
+from treespark.errors import UsageError
+from treespark.serving.detokenize import TextStream
+from treespark.serving.records import RequestRecord
+
+
+class RequestState(Enum):
+    """Where a request is; `NEXT_STATES` is the whole life cycle."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    RUNNING = "running"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+
+
+NEXT_STATES = {
+    RequestState.WAITING: {RequestState.PREFILL, RequestState.ABORTED},
+    # A request whose first token already ends it never runs.
+    RequestState.PREFILL: {RequestState.RUNNING, RequestState.FINISHED, RequestState.ABORTED},
+    RequestState.RUNNING: {RequestState.FINISHED, RequestState.ABORTED},
+    RequestState.FINISHED: set(),
+    RequestState.ABORTED: set(),
+}
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to decode one request.
+
+    max_tokens: most tokens to add, at least 1.  stop: strings that end the text and are cut from
+    it.  stop_token_ids: ids that end the output like an end-of-sequence id.  ignore_eos: do not
+    end at the target's own end-of-sequence ids (`stop_token_ids` still count).
+    temperature: 0, which is greedy decoding.  Raises UsageError naming the field.
+    """
+
+    max_tokens: int = 128
+    stop: str | tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Bring the fields to their stored types and refuse what cannot work."""
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stops)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if not _is_int(self.max_tokens) or self.max_tokens < 1:
+            raise UsageError(f"max_tokens {self.max_tokens!r}: allowed: integers of at least 1")
+        if any(not isinstance(stop, str) or not stop for stop in stops):
+            raise UsageError(f"stop {list(stops)!r}: allowed: non-empty strings")
+        if any(not _is_int(token) or token < 0 for token in self.stop_token_ids):
+            raise UsageError(
+                f"stop_token_ids {list(self.stop_token_ids)!r}: allowed: integers of at least 0"
+            )
+        if self.temperature != 0:
+            raise UsageError(
+                f"temperature {self.temperature!r}: only greedy decoding so far, allowed: 0"
+            )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt and its growing answer.
+
+    The caller gives the first three fields and `Engine.add` the next four. Everything below them
+    has one writer, `treespark.serving.commit.commit`; length is the number of tokens in front of
+    the anchor, which is also the anchor's position.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+
+    state: RequestState = RequestState.WAITING
+    stop_ids: frozenset[int] = frozenset()
+    max_output_len: int = 0
+    text: TextStream = field(default_factory=lambda: TextStream(None))
+
+    record: RequestRecord = field(default_factory=lambda: RequestRecord(0, 0.0))
+    output_token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    length: int = 0
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that the output may still grow by."""
+        return self.max_output_len - len(self.output_token_ids)
+
+    def move_to(self, state: RequestState) -> None:
+        """Enter the next state of the life cycle."""
+        assert state in NEXT_STATES[self.state], f"{self.state} -> {state}"
+        self.state = state
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """The answer so far; nothing in it is taken back later.
+
+    token_ids: a stop id that ended the output is in it, the tokens of a stop string are not.
+    text: decoded token_ids, without the stop, special tokens and an unfinished last character.
+    finish_reason: "stop", "length" or None while running.  stop_reason: the id or string that
+    stopped it.  metrics: the request's own record.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None
+    stop_reason: int | str | None
+    metrics: RequestRecord
+
+    @classmethod
+    def of(cls, request: Request) -> RequestOutput:
+        """Return the request's answer; while it runs, only what no stop string can take back."""
+        text, num_tokens = request.text.text, None
+        if request.finish_reason is None:
+            text, num_tokens = request.text.settled()
+        return cls(
+            request.request_id,
+            request.prompt_token_ids,
+            request.output_token_ids[:num_tokens],
+            text,
+            request.finish_reason,
+            request.stop_reason,
+            request.record,
+        )
+
+
+@dataclass(eq=False)
+class Slot:
+    """One row of the KV cache and who holds it.
+
+    kv_length, draft_length: leading rows of the target's and of the drafter's cache that hold
+    committed tokens.
+    """
+
+    index: int
+    request: Request | None = None
+    kv_length: int = 0
+    draft_length: int = 0
+
+
+class Scheduler:
+    """First come, first served: waiting requests take free slots and keep them until they end."""
+
+    def __init__(self, num_slots: int) -> None:
+        """Start with `num_slots` free slots and nobody waiting."""
+        self.waiting: deque[Request] = deque()
+        self.slots = [Slot(index) for index in range(num_slots)]
+        # Slots in the order in which their requests arrived.
+        self._held: list[Slot] = []
+
+    @property
+    def has_work(self) -> bool:
+        """True while a request waits or holds a slot."""
+        return bool(self.waiting or self._held)
+
+    def holds(self, request_id: str) -> bool:
+        """Return whether a request of this id waits or holds a slot."""
+        return any(r.request_id == request_id for r in self.waiting) or any(
+            s.request is not None and s.request.request_id == request_id for s in self._held
+        )
+
+    def fill_slots(self, now_s: float) -> None:
+        """Hand free slots to waiting requests, lowest slot first."""
+        for slot in self.slots:
+            if not self.waiting:
+                return
+            if slot.request is None:
+                request = self.waiting.popleft()
+                request.move_to(RequestState.PREFILL)
+                request.record.admitted_s = now_s
+                slot.request, slot.kv_length, slot.draft_length = request, 0, 0
+                self._held.append(slot)
+
+    def in_state(self, state: RequestState) -> list[tuple[Slot, Request]]:
+        """Return the slots whose request is in `state`, earliest arrival first."""
+        return [(s, s.request) for s in self._held if s.request and s.request.state is state]
+
+    def release(self, slot: Slot, state: RequestState) -> None:
+        """Free a slot; its request ends in `state`."""
+        assert slot.request is not None
+        slot.request.move_to(state)
+        slot.request = None
+        self._held.remove(slot)
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request wherever it is; return whether there was one."""
+        for slot in self._held:
+            if slot.request is not None and slot.request.request_id == request_id:
+                self.release(slot, RequestState.ABORTED)
+                return True
+        for request in self.waiting:
+            if request.request_id == request_id:
+                request.move_to(RequestState.ABORTED)
+                self.waiting.remove(request)
+                return True
+        return False
+
+    def abort_all(self) -> None:
+        """Drop every request."""
+        while self._held:
+            self.release(self._held[0], RequestState.ABORTED)
+        while self.waiting:
+            self.waiting.popleft().move_to(RequestState.ABORTED)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slot KV cache of the target: committed rows first, right behind them those of the round.
+
+Shapes: L layers, H key/value heads, D head size, T rows of one segment. Rows of slot s lie at [s,
+:, 0:length]. The caller keeps the lengths. A round writes its tree rows at [length, length + T);
+commit moves the accepted ones down to [length, length + num_accepted + 1) and everything behind is
+overwritten by the next round. A row may be moved because its key was rotated by its depth-based
+position, which is the position it is moved to.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class TargetState(Protocol):
+    """What a round needs from a target's memory; other kinds than plain keys and values fit here.
+
+    A round writes tentative rows, which nobody else may see, and ends with one commit.
+    """
+
+    num_slots: int
+    max_len: int
+
+    def write(
+        self, layer: int, slot: int, start: int, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Store tentative rows [1, H, T, D] behind `start` others; return [1, H, start + T, D]."""
+        ...
+
+    def commit(self, slots: list[int], lengths: list[int], paths: list[list[int]]) -> None:
+        """Keep each slot's tentative rows on its path, in path order, and drop the others."""
+        ...
+
+
+class KVCache:
+    """Per layer one key and one value tensor [num_slots, H, max_len, D], not initialised."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_slots: int,
+        num_heads: int,
+        max_len: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.num_slots = num_slots
+        self.max_len = max_len
+        shape = (num_slots, num_heads, max_len, head_dim)
+        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+    def write(
+        self, layer: int, slot: int, start: int, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Store rows [1, H, T, D] at [start, start + T); return views [1, H, start + T, D]."""
+        num_rows = keys.shape[2]
+        all_keys = self.keys[layer].narrow(0, slot, 1).narrow(2, 0, start + num_rows)
+        all_values = self.values[layer].narrow(0, slot, 1).narrow(2, 0, start + num_rows)
+        all_keys.narrow(2, start, num_rows).copy_(keys)
+        all_values.narrow(2, start, num_rows).copy_(values)
+        return all_keys, all_values
+
+    def commit(self, slots: list[int], lengths: list[int], paths: list[list[int]]) -> None:
+        """Move row lengths[i] + paths[i][j] of slots[i] to lengths[i] + j, in all layers.
+
+        paths: increasing node indices of the packed tree, node 0 being the anchor; an empty path
+        moves nothing. Each path is gathered before it is written, and a source never lies before
+        its destination, so no row that is still needed is overwritten.  Source: TreeSpark D.3
+        (commit by retrieve indices).
+        """
+        for slot, length, path in zip(slots, lengths, paths, strict=True):
+            assert all(node >= j for j, node in enumerate(path)), path
+            assert path == sorted(set(path)), path
+            # Nodes that already lie at their destination (the anchor, and a path that follows the
+            # packing order).
+            first = next((j for j, node in enumerate(path) if node != j), len(path))
+            if first == len(path):
+                continue
+            assert length + path[-1] < self.max_len
+            source = torch.tensor(
+                [length + node for node in path[first:]], device=self.keys[0].device
+            )
+            start, num_rows = length + first, len(path) - first
+            for rows in (*self.keys, *self.values):
+                slot_rows = rows[slot]
+                slot_rows.narrow(1, start, num_rows).copy_(slot_rows.index_select(1, source))

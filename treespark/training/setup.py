@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a recipe to the objects a training run needs: drafter, optimizer, schedule, settings, export."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from treespark.data.batches import Row
+from treespark.device import resolve_dtype
+from treespark.drafter.config import TreeSparkConfig, default_target_layer_ids
+from treespark.drafter.modeling import TreeSparkDrafter
+from treespark.errors import UsageError
+from treespark.recipe import Recipe, dump_recipe
+from treespark.target.model import TargetModel
+from treespark.training import checkpoint
+from treespark.training.masters import MasterWeights
+from treespark.training.objective import Objective
+from treespark.training.replay import CoverageSettings
+from treespark.tree.policy import TreePolicy
+
+# Settings that may change between the parts of one run without changing its result.
+_FREE_TRAIN_KEYS = frozenset({"save_every", "log_every", "eval_every", "chunk_rows", "keep_logits"})
+
+
+def load_target(recipe: Recipe) -> TargetModel:
+    """The recipe's target with its taps set."""
+    target = TargetModel.from_pretrained(recipe.target.model, dtype=recipe.target.dtype)
+    ids = recipe.drafter.target_layer_ids
+    target.set_taps(ids or default_target_layer_ids(target.num_layers, recipe.drafter.num_hidden_layers))
+    return target
+
+
+def new_drafter(recipe: Recipe, target: TargetModel, rows: Sequence[Row]) -> TreeSparkDrafter:
+    """A freshly initialised drafter in the training dtype that shares the target's embedding and head.
+
+    Raises UsageError when the mask token is one the target or the data uses.
+    """
+    shape = recipe.drafter.model_dump(exclude={"target_layer_ids", "mask_token_id", "rope_theta"})
+    config = TreeSparkConfig(
+        **shape,
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        num_target_layers=target.num_layers,
+        target_layer_ids=list(target.target_layer_ids),
+        mask_token_id=_mask_token_id(recipe, target, rows),
+        rope_theta=recipe.drafter.rope_theta or _rope_theta(target),
+        rms_norm_eps=target.config.rms_norm_eps,
+        max_position_embeddings=target.max_context,
+        num_anchors=recipe.data.num_anchors,
+        tree=recipe.policy.model_dump(include={"depth", "branching", "budget"}),
+        target_fingerprint=target.fingerprint,
+    )
+    dtype = resolve_dtype(recipe.train.dtype, target.device)
+    return TreeSparkDrafter.init_from_target(config, target.embed_weight, target.head_weight, dtype).train()
+
+
+def _rope_theta(target: TargetModel) -> float:
+    parameters = getattr(target.config, "rope_parameters", None) or {}
+    return float(parameters.get("rope_theta") or target.config.rope_theta)
+
+
+def _mask_token_id(recipe: Recipe, target: TargetModel, rows: Sequence[Row]) -> int:
+    chosen = recipe.drafter.mask_token_id
+    if chosen is None:
+        raise UsageError("drafter.mask_token_id: give the id of a token that never occurs in text")
+    special = {name: getattr(target.tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")}
+    for name, value in special.items():
+        if chosen == value or (name == "eos" and chosen in target.eos_token_ids):
+            raise UsageError(f"drafter.mask_token_id {chosen}: it is the target's {name} token; choose an unused id")
+    if not 0 <= chosen < target.vocab_size:
+        raise UsageError(f"drafter.mask_token_id {chosen}: allowed 0..{target.vocab_size - 1}")
+    for row in rows:
+        if (row.token_ids == chosen).any():
+            raise UsageError(f"drafter.mask_token_id {chosen}: row {row.id} of the training data uses it")
+    return chosen
+
+
+def objective(recipe: Recipe) -> Objective:
+    """The recipe's losses without their weights."""
+    losses = recipe.losses
+    return Objective(
+        policy=policy(recipe),
+        coverage=CoverageSettings(losses.top_j, losses.margin, losses.cap, losses.gamma),
+        confidence_stop_gradient=losses.confidence_stop_gradient,
+        chunk_rows=recipe.train.chunk_rows,
+        keep_logits=recipe.train.keep_logits,
+    )
+
+
+def policy(recipe: Recipe) -> TreePolicy:
+    """The recipe's tree policy."""
+    return TreePolicy(**recipe.policy.model_dump())
+
+
+def loss_weights(recipe: Recipe, step: int, total_steps: int) -> dict[str, float]:
+    """Weight of every term at `step`: the warm-up mix for its fraction of the steps, then the final one."""
+    warmup = recipe.losses.warmup
+    section = warmup if warmup is not None and step < warmup.fraction * total_steps else recipe.losses
+    weights = {name: getattr(section, name) for name in ("ce", "l1", "confidence", "survival", "coverage")}
+    if not recipe.drafter.enable_confidence_head:
+        weights["confidence"] = 0.0
+    return weights
+
+
+def total_steps(recipe: Recipe, num_rows: int) -> int:
+    """Optimizer steps of the whole run; the rows of a last, smaller batch are drawn in the next epoch."""
+    limits = [recipe.train.max_steps] if recipe.train.max_steps else []
+    if recipe.train.epochs:
+        limits.append(max(1, recipe.train.epochs * num_rows // recipe.train.global_batch))
+    return min(limits)
+
+
+def optimizer(recipe: Recipe, masters: MasterWeights) -> torch.optim.AdamW:
+    """AdamW over the master weights."""
+    return torch.optim.AdamW(
+        masters.parameters.values(),
+        lr=recipe.optim.lr,
+        betas=recipe.optim.betas,
+        weight_decay=recipe.optim.weight_decay,
+        fused=True,
+    )
+
+
+def set_learning_rate(recipe: Recipe, optim: torch.optim.Optimizer, step: int, steps: int) -> float:
+    """Linear warmup to the peak, then cosine to zero; never above the peak.  Returns the rate set."""
+    warmup = max(1, round(recipe.optim.warmup_ratio * steps))
+    if step < warmup:
+        factor = (step + 1) / warmup
+    else:
+        factor = 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+    rate = recipe.optim.lr * factor
+    for group in optim.param_groups:
+        group["lr"] = rate
+    return rate
+
+
+def settings(recipe: Recipe, target: TargetModel, num_rows: int) -> dict[str, Any]:
+    """Everything that decides a run's result, flat; a checkpoint continues only under equal settings."""
+    dumped = recipe.model_dump(mode="json", exclude={"output": True, "target": {"model"}})
+    for key in _FREE_TRAIN_KEYS:
+        dumped["train"].pop(key)
+    for key in ("continuations", "store", "features"):
+        dumped["data"].pop(key)
+    flat = {f"{section}.{key}": value for section, values in dumped.items() for key, value in values.items()}
+    return {**flat, "target.fingerprint": target.fingerprint, "rows": num_rows}
+
+
+def start(
+    output: Path,
+    masters: MasterWeights,
+    optim: torch.optim.Optimizer,
+    run_settings: dict[str, Any],
+    resume: str,
+) -> int:
+    """The first step to take: 0 for a new run, else where the newest checkpoint in `output` ends."""
+    if resume not in ("auto", "never"):
+        raise UsageError(f"--resume {resume}: allowed auto, never")
+    if resume == "never" and checkpoint.saved_steps(output):
+        raise UsageError(f"--resume never: {output} holds a run; delete it or choose another output.dir")
+    found = checkpoint.load_latest(output, masters.parameters, optim, settings=run_settings)
+    masters.publish()
+    return found.step if found else 0
+
+
+def export(recipe: Recipe, drafter: TreeSparkDrafter, folder: Path) -> Path:
+    """Write the trained drafter as a loadable bfloat16 folder with its recipe; returns the folder."""
+    drafter.save_pretrained(folder, dtype=torch.bfloat16)
+    (folder / "recipe.yaml").write_text(dump_recipe(recipe, folder))
+    return folder

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The draft tree: proposed by `policy`, stored by `packed`, judged by `verify`.
+
+Pure tensor functions, shared unchanged by training replay and by serving. Nothing here waits for
+the device, and no shape depends on the data.
+"""
+
+from treespark.tree.packed import PackedTree
+from treespark.tree.policy import (
+    CandidatePool,
+    NodeLogits,
+    TreePolicy,
+    expand,
+    ordered_topk,
+    pack,
+)
+from treespark.tree.verify import AcceptedPath, accept_greedy, accept_tokens
+
+__all__ = [
+    "AcceptedPath",
+    "CandidatePool",
+    "NodeLogits",
+    "PackedTree",
+    "TreePolicy",
+    "accept_greedy",
+    "accept_tokens",
+    "expand",
+    "ordered_topk",
+    "pack",
+]

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tree policy: expand a candidate pool depth by depth, then pack its best nodes.
+
+Shapes: R requests, V vocabulary, B depths, W frontier width, k children per parent, M pool size,
+N budget.
+
+Every choice follows one total order, so equal logits give equal trees on every device and at every
+batch position:
+
+- children of a node:  larger logit, then lower token id;
+- frontier of a depth: larger score, then lower creation index;
+- packed tree:         larger score, then smaller depth, then lower creation index.
+
+Candidates are numbered as they are created: by depth, then by the parent's rank in its frontier,
+then by rank among the siblings. The number is the column in the pool. Depth never decreases along
+the columns, so all three orders are one: larger value first, then lower index (`ordered_topk`).
+
+A child never scores above its parent and always stands in a later column. Hence every packed set
+holds the parents of its nodes, also where scores tie or are -inf.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax, pad
+
+from treespark.errors import UsageError
+from treespark.tree.packed import NO_PARENT, PackedTree
+
+NodeLogits = Callable[[int, Tensor], Tensor]
+"""(depth d in 1..B, parent tokens [R, W] int64) -> next-token logits [R, W, V]."""
+
+# Entries per chunk of the exact top-k: the fastest of 32..1024 at [1..32, 49152] on a CPU.
+_CHUNK = 128
+
+
+@dataclass(frozen=True)
+class TreePolicy:
+    """Shape of the draft tree.
+
+    depth: B, drafted depths below the anchor.  branching: k, children proposed per expanded node.
+    budget: N, non-root nodes kept; 0 keeps the anchor alone.  frontier: nodes expanded per depth,
+    None = branching.  Raises UsageError for a value that is not an integer in range.
+    """
+
+    depth: int = 7
+    branching: int = 4
+    budget: int = 32
+    frontier: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        _require_int("depth", self.depth, minimum=1)
+        _require_int("branching", self.branching, minimum=1)
+        _require_int("budget", self.budget, minimum=0)
+        if self.frontier is not None:
+            _require_int("frontier", self.frontier, minimum=1)
+
+    @property
+    def frontier_width(self) -> int:
+        """Nodes expanded per depth, from depth 2 on."""
+        return self.branching if self.frontier is None else self.frontier
+
+
+@dataclass
+class CandidatePool:
+    """All nodes that one expansion proposed; the column is the creation index.
+
+    tokens [R, M] int64.  parents [R, M] int64: pool column, -1 = anchor.
+    depths [R, M] int32 in 1..B.  scores [R, M] float: joint log-probability of the path.
+    anchors [R] int64.  frontiers: B tensors; frontiers[d-1] [R, W] int64 holds the pool columns of
+    the parents expanded at depth d, best first; frontiers[0] is the anchor, -1.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    scores: Tensor
+    anchors: Tensor
+    frontiers: list[Tensor]
+
+    @property
+    def num_children(self) -> int:
+        """Children of each expanded parent: min(branching, V)."""
+        return self.tokens.shape[1] // sum(frontier.shape[1] for frontier in self.frontiers)
+
+    def children_of(self, depth: int) -> slice:
+        """Return the columns created at `depth` (1..B), k for each parent in frontiers[depth-1]."""
+        widths = [frontier.shape[1] * self.num_children for frontier in self.frontiers]
+        first = sum(widths[: depth - 1])
+        return slice(first, first + widths[depth - 1])
+
+
+@torch.no_grad()
+def expand(node_logits: NodeLogits, anchors: Tensor, policy: TreePolicy) -> CandidatePool:
+    """Propose candidates depth by depth: the best children of the frontier, which moves on to them.
+
+    node_logits: called once per depth, in order, with the frontier's tokens, [R, 1] and then
+    [R, W].  anchors: [R] int64.  Returns k * (1 + W_2 + ... + W_B) candidates per request, where
+    k = min(branching, V) and W_d = min(frontier width, candidates at depth d-1).  Scores are
+    float32, or float64 for float64 logits.
+
+    No gradient is recorded, the result is a discrete choice.  A NaN or +inf logit, or a row that is
+    -inf throughout, gives all children of that parent the score -inf: they rank last, and the tree
+    stays well formed.  Nothing raises, as that would wait for the device.
+    Source: TreeSpark A.1 (policy), eq. 5 (score).
+    """
+    tokens: list[Tensor] = []
+    parents: list[Tensor] = []
+    depths: list[Tensor] = []
+    scores: list[Tensor] = []
+    frontiers: list[Tensor] = []
+    frontier_tokens = anchors[:, None]
+    frontier_scores = torch.zeros_like(frontier_tokens, dtype=torch.float32)
+    frontier = torch.full_like(frontier_tokens, NO_PARENT)
+    num_created = 0
+    for depth in range(1, policy.depth + 1):
+        logits = node_logits(depth, frontier_tokens)
+        child_tokens, edge_scores = _best_children(logits, policy.branching)
+        frontiers.append(frontier)
+        tokens.append(child_tokens.flatten(1))
+        parents.append(frontier[..., None].expand_as(child_tokens).flatten(1))
+        depths.append(torch.full_like(tokens[-1], depth, dtype=torch.int32))
+        scores.append((frontier_scores[..., None] + edge_scores).flatten(1))
+        if depth < policy.depth:
+            frontier_scores, rank = ordered_topk(scores[-1], policy.frontier_width)
+            frontier_tokens = tokens[-1].gather(1, rank)
+            frontier = rank + num_created
+            num_created += tokens[-1].shape[1]
+    return CandidatePool(
+        tokens=torch.cat(tokens, 1),
+        parents=torch.cat(parents, 1),
+        depths=torch.cat(depths, 1),
+        scores=torch.cat(scores, 1),
+        anchors=anchors,
+        frontiers=frontiers,
+    )
+
+
+def pack(pool: CandidatePool, budget: int, max_depths: Tensor | None = None) -> PackedTree:
+    """Keep the `budget` best candidates of each request, the shallower on ties.
+
+    max_depths: [R] int, the deepest node allowed per request (0 = anchor alone), None = no limit.
+    Returns budget + 1 slots per request: the anchor, the kept nodes in creation order (so parents
+    come first), then padding where pool or limit leave fewer nodes.  Raises UsageError if
+    budget < 0.
+    Source: TreeSpark A.1 (global selection), D.4 (ties).
+    """
+    _require_int("budget", budget, minimum=0)
+    num_candidates = pool.tokens.shape[1]
+    if max_depths is None:
+        kept = ordered_topk(pool.scores, budget).indices
+    else:
+        # A refused node stands behind all allowed ones, so it loses every tie against them.
+        refused = pool.depths > max_depths[:, None]
+        kept = ordered_topk(pool.scores.masked_fill(refused, -torch.inf), budget).indices
+        kept = kept.masked_fill(refused.gather(1, kept), num_candidates)
+    kept = pad(kept.sort(dim=1).values, (0, budget - kept.shape[1]), value=num_candidates)
+
+    # Source of each slot in the pool with the anchor put before it (0) and a pad after it (M+1).
+    source = pad(kept + 1, (1, 0))
+    slots = torch.arange(budget + 1, device=source.device).expand_as(source)
+    slot_of = source.new_zeros(source.shape[0], num_candidates + 2).scatter(1, source, slots)
+    parents = slot_of.gather(1, pad(pool.parents + 1, (1, 1)).gather(1, source))
+    valid = source <= num_candidates
+    no_node = ~valid | (slots == 0)
+    return PackedTree(
+        tokens=torch.cat([pool.anchors[:, None], pad(pool.tokens, (0, 1))], 1).gather(1, source),
+        parents=parents.masked_fill(no_node, NO_PARENT).int(),
+        depths=pad(pool.depths, (1, 1)).gather(1, source),
+        scores=pad(pool.scores, (1, 1)).gather(1, source).masked_fill(~valid, -torch.inf),
+        valid=valid,
+        pool_index=(source - 1).masked_fill(no_node, -1),
+    )
+
+
+class Largest(NamedTuple):
+    """Largest entries along the last dimension, best first."""
+
+    values: Tensor
+    indices: Tensor
+
+
+def ordered_topk(z: Tensor, k: int) -> Largest:
+    """Return the min(k, V) first entries of the last dimension in the total order (-value, index).
+
+    z: [..., V] of any float dtype; 0.0 equals -0.0, and -inf is an ordinary value.  Returns values
+    (dtype of z) and indices (int64), both [..., min(k, V)].  Equal values come in index order, also
+    across the boundary, which torch.topk does not promise.  NaN has no place in the order: a row
+    with NaN yields distinct indices in range, but does not say which.
+    """
+    k = min(k, z.shape[-1])
+    if k == 0:
+        return Largest(z[..., :0], torch.zeros_like(z[..., :0], dtype=torch.int64))
+    num_chunks = -(-z.shape[-1] // _CHUNK)
+    if num_chunks <= k:
+        chosen = _first_entries(z, k)
+    else:
+        # Each of the first k chunks by (-maximum, index) holds an entry that comes before all
+        # entries of the other chunks. So one pass over V leaves k chunks to look into.
+        if z.shape[-1] % _CHUNK:
+            z = pad(z, (0, num_chunks * _CHUNK - z.shape[-1]), value=-torch.inf)
+        chunks = z.reshape(*z.shape[:-1], num_chunks, _CHUNK)
+        best = _first_entries(chunks.amax(-1), k).sort(dim=-1).values
+        rows = chunks.gather(-2, best[..., None].expand(*best.shape, _CHUNK)).flatten(-2)
+        within = _first_entries(rows, k)
+        chosen = best.gather(-1, within // _CHUNK) * _CHUNK + within % _CHUNK
+    values, order = z.gather(-1, chosen).sort(dim=-1, descending=True, stable=True)
+    return Largest(values, chosen.gather(-1, order))
+
+
+def _first_entries(z: Tensor, k: int) -> Tensor:
+    """Return the k >= 1 first indices of z [..., n] by (-value, index); equal ones in index order.
+
+    torch.topk finds the k-th value; of the entries equal to it those with the lowest index are due.
+    """
+    last_value = z.topk(k).values[..., -1:]
+    rank = (z >= last_value).long() + (z > last_value)
+    from_end = torch.arange(z.shape[-1] - 1, -1, -1, device=z.device)
+    return (rank * z.shape[-1] + from_end).topk(k).indices
+
+
+def _best_children(logits: Tensor, branching: int) -> tuple[Tensor, Tensor]:
+    """Return each parent's best tokens [R, W, k] int64 and their log-probabilities, at most 0."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    tokens = ordered_topk(logits, branching).indices
+    log_probs = log_softmax(logits, -1).gather(-1, tokens)
+    # Prefix closure needs edges of at most 0 on every device, and no NaN, which no order can place.
+    return tokens, log_probs.clamp_max(0.0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+
+
+def _require_int(name: str, value: object, *, minimum: int) -> None:
+    """Raise UsageError unless `value` is an integer of at least `minimum`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise UsageError(
+            f"--{name} {value!r}: need an integer of at least {minimum} (recipe key policy.{name})"
+        )
