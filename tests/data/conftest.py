@@ -4,6 +4,7 @@
 from pathlib import Path
 
 import pytest
+
 from tests.data.tiny import make_target
 
 

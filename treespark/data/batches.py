@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training rows, their order, and the anchors drawn from them.
 
-Everything random here is a pure function of (seed, position), so a resumed run sees the same rows and
-anchors as an uninterrupted one without saving a generator.
+Everything random here is a pure function of (seed, position), so a resumed run sees the same rows
+and anchors as an uninterrupted one without saving a generator.
 Shapes: S rows of a micro-batch, L padded length, A anchors, B draft depths.
 """
 
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,6 +18,10 @@ from torch import Tensor
 
 from treespark.data.jsonl import read_jsonl
 from treespark.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +42,8 @@ class Batch:
     """A padded micro-batch with its anchors.
 
     input_ids [S, L] int64 (0 on padding), lengths [S] int64, loss_mask [S, L] bool,
-    anchors [S, A] int64 ascending (0 where dummy), keep [S, A] bool, tree_keep [S, A] bool subset of keep.
+    anchors [S, A] int64 ascending (0 where dummy), keep [S, A] bool, tree_keep [S, A] bool subset
+    of keep.
     """
 
     rows: list[Row]
@@ -52,7 +56,11 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with its tensors on `device`."""
-        moved = {f.name: getattr(self, f.name).to(device) for f in dataclasses.fields(self) if f.name != "rows"}
+        moved = {
+            f.name: getattr(self, f.name).to(device)
+            for f in dataclasses.fields(self)
+            if f.name != "rows"
+        }
         return dataclasses.replace(self, **moved)
 
 
@@ -61,8 +69,10 @@ def load_rows(
 ) -> tuple[list[Row], Counter[str]]:
     """Read continuation files into rows cut at `max_tokens`.
 
-    Rows with fewer than 2 * block_size supervised tokens teach little and are dropped; the second result
-    counts every reason.  Raises UsageError for unreadable files, unknown ids or when nothing is left.
+    Rows with fewer than 2 * block_size supervised tokens teach little and are dropped; the second
+    result
+    counts every reason.  Raises UsageError for unreadable files, unknown ids or when nothing is
+    left.
     """
     rows: list[Row] = []
     dropped: Counter[str] = Counter()
@@ -72,10 +82,14 @@ def load_rows(
             try:
                 prompt, output = record["prompt_token_ids"], record["output_token_ids"]
             except KeyError as error:
-                raise UsageError(f"{where}: no field {error} (write it with `treespark continuations`)") from None
+                raise UsageError(
+                    f"{where}: no field {error} (write it with `treespark continuations`)"
+                ) from None
             token_ids = np.asarray(list(prompt) + list(output), dtype=np.int64)
             if token_ids.size and (token_ids.min() < 0 or token_ids.max() >= vocab_size):
-                raise UsageError(f"{where}: token id outside the target's vocabulary of {vocab_size}")
+                raise UsageError(
+                    f"{where}: token id outside the target's vocabulary of {vocab_size}"
+                )
             token_ids = token_ids[:max_tokens]
             if len(token_ids) - len(prompt) < 2 * block_size:
                 dropped["too few supervised tokens"] += 1
@@ -83,7 +97,9 @@ def load_rows(
             rows.append(Row(str(record.get("id", where)), token_ids, len(prompt)))
     if not rows:
         reasons = dict(dropped) or "the files are empty"
-        raise UsageError(f"data.continuations: 0 usable rows in {[str(p) for p in paths]}: {reasons}")
+        raise UsageError(
+            f"data.continuations: 0 usable rows in {[str(p) for p in paths]}: {reasons}"
+        )
     return rows, dropped
 
 
@@ -96,8 +112,12 @@ def split_holdout(rows: list[Row], count: int, seed: int) -> tuple[list[Row], li
     return [r for i, r in enumerate(rows) if i not in held], [rows[i] for i in order[:count]]
 
 
-def rows_of_step(rows: Sequence[Row], step: int, global_batch: int, seed: int) -> list[tuple[int, Row]]:
-    """The `global_batch` (draw number, row) pairs of one optimizer step; every epoch is one permutation."""
+def rows_of_step(
+    rows: Sequence[Row], step: int, global_batch: int, seed: int
+) -> list[tuple[int, Row]]:
+    """The `global_batch` (draw number, row) pairs of one optimizer step; every epoch is one
+    permutation.
+    """
     return [_draw(rows, step * global_batch + i, seed) for i in range(global_batch)]
 
 
@@ -125,7 +145,9 @@ def valid_anchors(loss_mask: np.ndarray) -> np.ndarray:
 def sample_anchors(
     loss_mask: np.ndarray, num_anchors: int, num_tree_anchors: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Anchors uniformly without replacement, ascending, and which of them also grow a tree (bool)."""
+    """Anchors uniformly without replacement, ascending, and which of them also grow a tree
+    (bool).
+    """
     positions = valid_anchors(loss_mask)
     chosen = np.sort(rng.choice(positions, size=min(num_anchors, len(positions)), replace=False))
     tree = np.zeros(len(chosen), dtype=bool)
@@ -142,14 +164,22 @@ def collate(
     shape = (len(rows), num_anchors)
     input_ids = np.zeros((len(rows), length), dtype=np.int64)
     loss_mask = np.zeros((len(rows), length), dtype=bool)
-    anchors, keep, tree = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
+    anchors, keep, tree = (
+        np.zeros(shape, dtype=np.int64),
+        np.zeros(shape, dtype=bool),
+        np.zeros(shape, dtype=bool),
+    )
     for i, (number, row) in enumerate(draws):
         size = len(row.token_ids)
         input_ids[i, :size] = row.token_ids
         loss_mask[i, :size] = row.loss_mask()
         rng = np.random.default_rng([seed, 3, number])
         chosen, grows = sample_anchors(loss_mask[i, :size], num_anchors, num_tree_anchors, rng)
-        anchors[i, : len(chosen)], keep[i, : len(chosen)], tree[i, : len(chosen)] = chosen, True, grows
+        anchors[i, : len(chosen)], keep[i, : len(chosen)], tree[i, : len(chosen)] = (
+            chosen,
+            True,
+            grows,
+        )
     return Batch(
         rows=rows,
         input_ids=torch.from_numpy(input_ids),
@@ -161,7 +191,9 @@ def collate(
     )
 
 
-def micro_batches(draws: Sequence[tuple[int, Row]], size: int) -> Iterator[Sequence[tuple[int, Row]]]:
+def micro_batches(
+    draws: Sequence[tuple[int, Row]], size: int
+) -> Iterator[Sequence[tuple[int, Row]]]:
     """Split the draws of one step into groups of at most `size`."""
     for start in range(0, len(draws), size):
         yield draws[start : start + size]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Target features for training rows: computed on the fly, or kept on disk once computed.
 
-The store is content-addressed: a row's file is named by the hash of everything its features depend on
+The store is content-addressed: a row's file is named by the hash of everything its features
+depend on
 (target, taps, dtype, tokens), so a stale or foreign file can never be read by mistake and an
 interrupted run continues where it stopped.
 Shapes: S rows, L padded length, m taps, H target hidden size.
@@ -12,18 +13,21 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from treespark.data.batches import Row
 from treespark.errors import UsageError
-from treespark.target.model import TargetModel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from treespark.data.batches import Row
+    from treespark.target.model import TargetModel
 
 
 class FeatureSource(Protocol):
@@ -50,7 +54,9 @@ class OnlineFeatures:
 
 
 class StoredFeatures:
-    """Reads rows from a folder of safetensors files, computing and writing those that are missing."""
+    """Reads rows from a folder of safetensors files, computing and writing those that are
+    missing.
+    """
 
     def __init__(self, target: TargetModel, folder: Path) -> None:
         self._online = OnlineFeatures(target)
@@ -61,7 +67,9 @@ class StoredFeatures:
 
     def path(self, row: Row) -> Path:
         """The file that holds this row."""
-        digest = hashlib.sha256(self._key.encode() + row.token_ids.astype("<i8").tobytes()).hexdigest()
+        digest = hashlib.sha256(
+            self._key.encode() + row.token_ids.astype("<i8").tobytes()
+        ).hexdigest()
         return self._folder / digest[:2] / f"{digest}.safetensors"
 
     def __call__(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
@@ -79,12 +87,16 @@ class StoredFeatures:
             with safe_open(str(path), framework="pt") as file:
                 return file.get_tensor("features"), file.get_tensor("last_hidden")
         except SafetensorError as error:
-            raise UsageError(f"feature store: {path} is damaged ({error}); delete it to recompute") from None
+            raise UsageError(
+                f"feature store: {path} is damaged ({error}); delete it to recompute"
+            ) from None
 
     def _write(self, row: Row) -> tuple[Tensor, Tensor]:
         features, hidden = (x[0].cpu().contiguous() for x in self._online([row]))
         path = self.path(row)
-        size = 2 * (features.numel() * features.element_size() + hidden.numel() * hidden.element_size())
+        size = 2 * (
+            features.numel() * features.element_size() + hidden.numel() * hidden.element_size()
+        )
         if shutil.disk_usage(self._folder).free < size + (1 << 28):
             raise UsageError(f"data.store {self._folder}: less than 256 MiB of disk left")
         path.parent.mkdir(exist_ok=True)
@@ -100,4 +112,6 @@ def feature_source(target: TargetModel, mode: str, store: Path | None) -> Featur
         return OnlineFeatures(target)
     if mode == "store" and store is not None:
         return StoredFeatures(target, store)
-    raise UsageError(f"data.features {mode!r} with data.store {store}: use 'online', or 'store' with a folder")
+    raise UsageError(
+        f"data.features {mode!r} with data.store {store}: use 'online', or 'store' with a folder"
+    )

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resumable training state: one folder per saved step, complete or invisible.
 
-A folder is written under a temporary name and renamed when every file in it is on disk, so a run killed
-at any moment leaves the previous checkpoint intact.  No pickle: tensors are safetensors, the rest is JSON.
+A folder is written under a temporary name and renamed when every file in it is on disk, so a run
+killed
+at any moment leaves the previous checkpoint intact.  No pickle: tensors are safetensors, the rest
+is JSON.
 """
 
 from __future__ import annotations
@@ -13,8 +15,7 @@ import json
 import os
 import re
 import shutil
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -22,6 +23,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from treespark.errors import UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _STEP_FOLDER = re.compile(r"step-(\d{8})")
 _FILES = ("model.safetensors", "optimizer.safetensors")
@@ -47,13 +51,18 @@ def save(
     memory: dict[str, Any],
     keep: int = 2,
 ) -> Path:
-    """Write the state after `step` optimizer steps and drop all but the newest `keep` checkpoints."""
+    """Write the state after `step` optimizer steps and drop all but the newest `keep`
+    checkpoints.
+    """
     final = root / f"step-{step:08d}"
     temporary = root / f".writing-{step:08d}-{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        save_file({n: p.detach().cpu().contiguous() for n, p in parameters.items()}, str(temporary / _FILES[0]))
+        save_file(
+            {n: p.detach().cpu().contiguous() for n, p in parameters.items()},
+            str(temporary / _FILES[0]),
+        )
         save_file(_optimizer_tensors(optimizer, parameters), str(temporary / _FILES[1]))
         state = {
             "format": 1,
@@ -66,7 +75,9 @@ def save(
         (temporary / "state.json").write_text(json.dumps(state))
         for file in temporary.iterdir():
             _sync(file)
-        if final.exists():  # the same step saved again after a resume: the new one is equal and complete
+        if (
+            final.exists()
+        ):  # the same step saved again after a resume: the new one is equal and complete
             shutil.rmtree(final)
         os.rename(temporary, final)
         _sync(root)
@@ -92,10 +103,11 @@ def load_latest(
     *,
     settings: dict[str, Any],
 ) -> Checkpoint | None:
-    """Restore the newest checkpoint into parameters, optimizer and torch's generator; None when there is none.
+    """Restore the newest checkpoint into parameters, optimizer and torch's generator; None when
+    there is none.
 
-    Raises UsageError when a file is damaged or when `settings` differs from the saved ones, naming the
-    field: continuing under other settings would silently be another run.
+    Raises UsageError when a file is damaged or when `settings` differs from the saved ones,
+    naming the field: continuing under other settings would silently be another run.
     """
     steps = saved_steps(root)
     if not steps:
@@ -105,10 +117,14 @@ def load_latest(
     _refuse_difference(folder, state["settings"], settings)
     for name in _FILES:
         if _digest(folder / name) != state["sha256"][name]:
-            raise UsageError(f"checkpoint {folder / name}: checksum differs; delete {folder} to use an older one")
+            raise UsageError(
+                f"checkpoint {folder / name}: checksum differs; delete {folder} to use an older one"
+            )
     saved = load_file(str(folder / _FILES[0]))
     if set(saved) != set(parameters):
-        raise UsageError(f"checkpoint {folder}: other parameters {sorted(set(saved) ^ set(parameters))[:4]}")
+        raise UsageError(
+            f"checkpoint {folder}: other parameters {sorted(set(saved) ^ set(parameters))[:4]}"
+        )
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(saved[name])
@@ -145,7 +161,9 @@ def _optimizer_tensors(
 
 
 def _restore_optimizer(
-    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], tensors: dict[str, Tensor]
+    optimizer: torch.optim.Optimizer,
+    parameters: dict[str, nn.Parameter],
+    tensors: dict[str, Tensor],
 ) -> None:
     for full_name, value in tensors.items():
         key, name = full_name.split("/", 1)

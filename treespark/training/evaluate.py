@@ -1,25 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Acceptance length on held-out rows, exactly, without running the target.
 
-A continuation is the target's own greedy output, so a node would be accepted if and only if its path
-equals the next tokens of the continuation.  The walk below therefore gives the acceptance length that
-greedy decoding of the same prompt reaches with this drafter and policy (up to near-ties in low precision).
-Shapes: A anchors of one row, B draft depths, N packed nodes.
+A continuation is the target's own greedy output, so a node would be accepted if and only if its
+path
+equals the next tokens of the continuation.  The walk below therefore gives the acceptance length
+that greedy decoding of the same prompt reaches with this drafter and policy (up to near-ties in low
+precision). Shapes: A anchors of one row, B draft depths, N packed nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from treespark.data.batches import Row
-from treespark.data.features import FeatureSource
-from treespark.drafter.modeling import TreeSparkDrafter
-from treespark.tree.packed import PackedTree
 from treespark.tree.policy import NodeLogits, TreePolicy, expand, pack
 from treespark.tree.verify import accept_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from treespark.data.batches import Row
+    from treespark.data.features import FeatureSource
+    from treespark.drafter.modeling import TreeSparkDrafter
+    from treespark.tree.packed import PackedTree
 
 _ANCHORS_AT_ONCE = 32
 
@@ -76,7 +81,11 @@ def _accepted_everywhere(
         hidden = drafter.training_blocks(tokens[None], row_features, chunk[None], keep[None])[0]
         node_logits = drafter.node_logits(hidden)
         for name, tree in _trees(node_logits, tokens[chunk], policies):
-            results[name].append(accept_tokens(tree, _wanted(tree, chunk, tokens), drafter.config.block_size).num_accepted)
+            results[name].append(
+                accept_tokens(
+                    tree, _wanted(tree, chunk, tokens), drafter.config.block_size
+                ).num_accepted
+            )
     return {name: torch.cat(parts) for name, parts in results.items()}
 
 
@@ -95,7 +104,9 @@ def _trees(
 
 
 def _wanted(tree: PackedTree, anchors: Tensor, tokens: Tensor) -> Tensor:
-    """What the target answers at each node of a matching path [A, N+1]; -1 past the end of the row."""
+    """What the target answers at each node of a matching path [A, N+1]; -1 past the end of the
+    row.
+    """
     position = anchors[:, None] + tree.depths.to(torch.int64) + 1
     inside = position < len(tokens)
     return torch.where(inside, tokens[position.clamp(max=len(tokens) - 1)], -1)

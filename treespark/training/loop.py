@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training flow, top-down: rows -> features -> block -> replay -> losses -> step -> checkpoint.
 
-A step's graphs are kept for all of its micro-batches and differentiated once, so every denominator is the
-sum over the whole optimizer step (algorithms.md 2.3) and the result does not depend on the micro-batch size.
+A step's graphs are kept for all of its micro-batches and differentiated once, so every
+denominator is the
+sum over the whole optimizer step (algorithms.md 2.3) and the result does not depend on the
+micro-batch size.
 """
 
 from __future__ import annotations
@@ -17,11 +19,15 @@ import torch
 from tqdm import tqdm
 
 from treespark import device as devices
-from treespark.data.batches import Row, collate, load_rows, micro_batches, rows_of_step, split_holdout
+from treespark.data.batches import (
+    Row,
+    collate,
+    load_rows,
+    micro_batches,
+    rows_of_step,
+    split_holdout,
+)
 from treespark.data.features import FeatureSource, feature_source
-from treespark.drafter.modeling import TreeSparkDrafter
-from treespark.recipe import Recipe
-from treespark.target.model import TargetModel
 from treespark.training import checkpoint, setup
 from treespark.training.evaluate import simulated_acceptance
 from treespark.training.losses import LossTerm, combine
@@ -33,6 +39,10 @@ from treespark.training.stop import StopRequest
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from treespark.drafter.modeling import TreeSparkDrafter
+    from treespark.recipe import Recipe
+    from treespark.target.model import TargetModel
+
 logger = logging.getLogger(__name__)
 _MAX_SKIPPED_IN_A_ROW = 3
 
@@ -40,8 +50,10 @@ _MAX_SKIPPED_IN_A_ROW = 3
 def train(recipe: Recipe, *, resume: str = "auto") -> Path:
     """Train the recipe's drafter and return the folder it was exported to.
 
-    Interrupted runs (SIGTERM, Ctrl-C) save a checkpoint first; `resume="auto"` continues from the newest
-    one with bit-identical results on a CPU, `resume="never"` refuses a folder that already holds one.
+    Interrupted runs (SIGTERM, Ctrl-C) save a checkpoint first; `resume="auto"` continues from the
+    newest
+    one with bit-identical results on a CPU, `resume="never"` refuses a folder that already holds
+    one.
     """
     devices.seed_everything(recipe.train.seed)
     target = setup.load_target(recipe)
@@ -55,10 +67,15 @@ def train(recipe: Recipe, *, resume: str = "auto") -> Path:
     settings = setup.settings(recipe, target, len(rows))
     first = setup.start(output, masters, optimizer, settings, resume)
     log = MetricsLog(output / "metrics.jsonl", first_step=first)
-    logger.info("%s: steps %d..%d of %d, %d rows", output, first, total_steps, total_steps, len(rows))
+    logger.info(
+        "%s: steps %d..%d of %d, %d rows", output, first, total_steps, total_steps, len(rows)
+    )
 
     skipped = 0
-    with StopRequest() as stop, tqdm(total=total_steps, initial=first, unit="step", desc="train") as bar:
+    with (
+        StopRequest() as stop,
+        tqdm(total=total_steps, initial=first, unit="step", desc="train") as bar,
+    ):
         for step in range(first, total_steps):
             started = time.perf_counter()
             learning_rate = setup.set_learning_rate(recipe, optimizer, step, total_steps)
@@ -67,15 +84,23 @@ def train(recipe: Recipe, *, resume: str = "auto") -> Path:
             log.add(step, {**outcome, "lr": learning_rate, "step_s": time.perf_counter() - started})
             bar.update()
             if step % 10 == 0:
-                bar.set_postfix(loss=f"{outcome['loss']:.3f}", ce=f"{outcome.get('ce', math.nan):.3f}")
+                bar.set_postfix(
+                    loss=f"{outcome['loss']:.3f}", ce=f"{outcome.get('ce', math.nan):.3f}"
+                )
             done = step + 1
-            if recipe.train.eval_every and (done % recipe.train.eval_every == 0 or done == total_steps):
+            if recipe.train.eval_every and (
+                done % recipe.train.eval_every == 0 or done == total_steps
+            ):
                 log.add(step, _evaluate(recipe, drafter, holdout, features))
             if stop.requested or done % recipe.train.save_every == 0 or done == total_steps:
                 log.flush()
-                checkpoint.save(output, done, masters.parameters, optimizer, settings=settings, memory={})
+                checkpoint.save(
+                    output, done, masters.parameters, optimizer, settings=settings, memory={}
+                )
             if stop.requested and done < total_steps:
-                logger.warning("stopped after step %d of %d; the same command continues", done, total_steps)
+                logger.warning(
+                    "stopped after step %d of %d; the same command continues", done, total_steps
+                )
                 raise SystemExit(stop.exit_code)
     return setup.export(recipe, drafter, output / "drafter")
 
@@ -107,7 +132,8 @@ def _step(
     terms: dict[str, LossTerm] = {}
     counters: dict[str, LossTerm] = {}
     for draws in micro_batches(
-        rows_of_step(rows, step, recipe.train.global_batch, recipe.train.seed), recipe.train.micro_batch
+        rows_of_step(rows, step, recipe.train.global_batch, recipe.train.seed),
+        recipe.train.micro_batch,
     ):
         batch = collate(
             draws,
@@ -148,7 +174,10 @@ def _count_skipped(outcome: dict[str, Any], skipped: int, step: int) -> int:
         return 0
     logger.warning("step %d: gradient is not finite, step skipped", step)
     if skipped + 1 >= _MAX_SKIPPED_IN_A_ROW:
-        raise RuntimeError(f"{_MAX_SKIPPED_IN_A_ROW} non-finite steps in a row, the last was {step}: lower optim.lr")
+        raise RuntimeError(
+            f"{_MAX_SKIPPED_IN_A_ROW} non-finite steps in a row, the last was {step}: lower
+            optim.lr"
+        )
     return skipped + 1
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Float32 master weights for a drafter that computes in a lower precision.
 
-An update of 1e-4 is lost in a bfloat16 weight, so the optimizer works on float32 copies and the rounded
-result is published to the model after every step.
+An update of 1e-4 is lost in a bfloat16 weight, so the optimizer works on float32 copies and the
+rounded result is published to the model after every step.
 """
 
 from __future__ import annotations

@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class MetricsLog:
-    """Appends {"step": n, ...} lines; lines at or after `first_step` belong to work that will be redone."""
+    """Appends {"step": n, ...} lines; lines at or after `first_step` belong to work that will be
+    redone.
+    """
 
     def __init__(self, path: Path, *, first_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

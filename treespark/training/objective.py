@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """One micro-batch: a drafter pass, the base losses on its blocks, and the tree losses by replay.
 
-Shapes: S rows, L padded length, A anchors, B draft depths, T tree anchors of the micro-batch, n valid
-(anchor, depth) pairs, u unique teacher positions, H hidden size, m taps, V vocabulary.
+Shapes: S rows, L padded length, A anchors, B draft depths, T tree anchors of the micro-batch, n
+valid (anchor, depth) pairs, u unique teacher positions, H hidden size, m taps, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from treespark.data.batches import Batch
-from treespark.drafter.modeling import TreeSparkDrafter
 from treespark.training.diagnostics import overlap_per_depth
 from treespark.training.fused import vocab_losses
 from treespark.training.losses import (
@@ -25,7 +23,13 @@ from treespark.training.losses import (
     validity,
 )
 from treespark.training.replay import CoverageSettings, depth_logits, replay, teacher_from_hidden
-from treespark.tree.policy import TreePolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from treespark.data.batches import Batch
+    from treespark.drafter.modeling import TreeSparkDrafter
+    from treespark.tree.policy import TreePolicy
 
 Terms = dict[str, LossTerm]
 
@@ -52,8 +56,8 @@ def micro_batch_terms(
 ) -> tuple[Terms, Terms]:
     """Return the loss terms (scalars) and the per-depth diagnostics ([B] pairs) of a micro-batch.
 
-    features [S, L, m*H] and last_hidden [S, L, H] are the target's; see data.features.  One backbone
-    pass serves both kinds of loss and the target is not called.
+    features [S, L, m*H] and last_hidden [S, L, H] are the target's; see data.features.  One
+    backbone pass serves both kinds of loss and the target is not called.
     """
     hidden = drafter.training_blocks(batch.input_ids, features, batch.anchors, batch.keep)
     rows = _Rows.of(batch, drafter.config.block_size)
@@ -67,7 +71,9 @@ def micro_batch_terms(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Token ids and validity of every (anchor, depth) pair, [S, A, B] each; `position` is a + d - 1."""
+    """Token ids and validity of every (anchor, depth) pair, [S, A, B] each; `position` is a + d -
+    1.
+    """
 
     valid: Tensor
     parents: Tensor
@@ -84,7 +90,9 @@ class _Rows:
             return batch.input_ids.gather(1, at.clamp(max=length - 1).flatten(1)).view_as(at)
 
         valid = validity(batch.loss_mask, batch.anchors, batch.keep, depth)
-        return cls(valid, tokens(position), tokens(position + 1), position.clamp(max=length - 1), length)
+        return cls(
+            valid, tokens(position), tokens(position + 1), position.clamp(max=length - 1), length
+        )
 
     def flat_position(self) -> Tensor:
         """Position in the micro-batch flattened to [S * L]."""
@@ -129,7 +137,9 @@ def _base(
         confidence = drafter.confidence_logits(inputs, rows.parents[valid])
     overlap = torch.zeros_like(valid, dtype=ce.dtype)
     overlap[valid] = overlap_rows(l1)
-    return base_terms(ce, l1, row_weights, confidence), {"overlap": overlap_per_depth(overlap, valid)}
+    return base_terms(ce, l1, row_weights, confidence), {
+        "overlap": overlap_per_depth(overlap, valid)
+    }
 
 
 def _tree(
@@ -152,7 +162,9 @@ def _tree(
         node_logits,
         rows.parents[grows][:, 0],
         objective.policy,
-        teacher_from_hidden(last_hidden.flatten(0, 1), rows.flat_position()[grows], drafter.lm_head.weight),
+        teacher_from_hidden(
+            last_hidden.flatten(0, 1), rows.flat_position()[grows], drafter.lm_head.weight
+        ),
         rows.valid[grows][:, :depth],
         labels=rows.labels[grows][:, :depth],
         coverage=objective.coverage,

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a recipe to the objects a training run needs: drafter, optimizer, schedule, settings, export."""
+"""From a recipe to the objects a training run needs: drafter, optimizer, schedule, settings,
+export.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from treespark.data.batches import Row
 from treespark.device import resolve_dtype
 from treespark.drafter.config import TreeSparkConfig, default_target_layer_ids
 from treespark.drafter.modeling import TreeSparkDrafter
@@ -18,10 +17,16 @@ from treespark.errors import UsageError
 from treespark.recipe import Recipe, dump_recipe
 from treespark.target.model import TargetModel
 from treespark.training import checkpoint
-from treespark.training.masters import MasterWeights
 from treespark.training.objective import Objective
 from treespark.training.replay import CoverageSettings
 from treespark.tree.policy import TreePolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from treespark.data.batches import Row
+    from treespark.training.masters import MasterWeights
 
 # Settings that may change between the parts of one run without changing its result.
 _FREE_TRAIN_KEYS = frozenset({"save_every", "log_every", "eval_every", "chunk_rows", "keep_logits"})
@@ -31,12 +36,15 @@ def load_target(recipe: Recipe) -> TargetModel:
     """The recipe's target with its taps set."""
     target = TargetModel.from_pretrained(recipe.target.model, dtype=recipe.target.dtype)
     ids = recipe.drafter.target_layer_ids
-    target.set_taps(ids or default_target_layer_ids(target.num_layers, recipe.drafter.num_hidden_layers))
+    target.set_taps(
+        ids or default_target_layer_ids(target.num_layers, recipe.drafter.num_hidden_layers)
+    )
     return target
 
 
 def new_drafter(recipe: Recipe, target: TargetModel, rows: Sequence[Row]) -> TreeSparkDrafter:
-    """A freshly initialised drafter in the training dtype that shares the target's embedding and head.
+    """A freshly initialised drafter in the training dtype that shares the target's embedding and
+    head.
 
     Raises UsageError when the mask token is one the target or the data uses.
     """
@@ -56,7 +64,9 @@ def new_drafter(recipe: Recipe, target: TargetModel, rows: Sequence[Row]) -> Tre
         target_fingerprint=target.fingerprint,
     )
     dtype = resolve_dtype(recipe.train.dtype, target.device)
-    return TreeSparkDrafter.init_from_target(config, target.embed_weight, target.head_weight, dtype).train()
+    return TreeSparkDrafter.init_from_target(
+        config, target.embed_weight, target.head_weight, dtype
+    ).train()
 
 
 def _rope_theta(target: TargetModel) -> float:
@@ -68,15 +78,23 @@ def _mask_token_id(recipe: Recipe, target: TargetModel, rows: Sequence[Row]) -> 
     chosen = recipe.drafter.mask_token_id
     if chosen is None:
         raise UsageError("drafter.mask_token_id: give the id of a token that never occurs in text")
-    special = {name: getattr(target.tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")}
+    special = {
+        name: getattr(target.tokenizer, f"{name}_token_id", None)
+        for name in ("bos", "eos", "pad", "unk")
+    }
     for name, value in special.items():
         if chosen == value or (name == "eos" and chosen in target.eos_token_ids):
-            raise UsageError(f"drafter.mask_token_id {chosen}: it is the target's {name} token; choose an unused id")
+            raise UsageError(
+                f"drafter.mask_token_id {chosen}: it is the target's {name} token; choose an
+                unused id"
+            )
     if not 0 <= chosen < target.vocab_size:
         raise UsageError(f"drafter.mask_token_id {chosen}: allowed 0..{target.vocab_size - 1}")
     for row in rows:
         if (row.token_ids == chosen).any():
-            raise UsageError(f"drafter.mask_token_id {chosen}: row {row.id} of the training data uses it")
+            raise UsageError(
+                f"drafter.mask_token_id {chosen}: row {row.id} of the training data uses it"
+            )
     return chosen
 
 
@@ -98,17 +116,25 @@ def policy(recipe: Recipe) -> TreePolicy:
 
 
 def loss_weights(recipe: Recipe, step: int, total_steps: int) -> dict[str, float]:
-    """Weight of every term at `step`: the warm-up mix for its fraction of the steps, then the final one."""
+    """Weight of every term at `step`: the warm-up mix for its fraction of the steps, then the
+    final one.
+    """
     warmup = recipe.losses.warmup
-    section = warmup if warmup is not None and step < warmup.fraction * total_steps else recipe.losses
-    weights = {name: getattr(section, name) for name in ("ce", "l1", "confidence", "survival", "coverage")}
+    section = (
+        warmup if warmup is not None and step < warmup.fraction * total_steps else recipe.losses
+    )
+    weights = {
+        name: getattr(section, name) for name in ("ce", "l1", "confidence", "survival", "coverage")
+    }
     if not recipe.drafter.enable_confidence_head:
         weights["confidence"] = 0.0
     return weights
 
 
 def total_steps(recipe: Recipe, num_rows: int) -> int:
-    """Optimizer steps of the whole run; the rows of a last, smaller batch are drawn in the next epoch."""
+    """Optimizer steps of the whole run; the rows of a last, smaller batch are drawn in the next
+    epoch.
+    """
     limits = [recipe.train.max_steps] if recipe.train.max_steps else []
     if recipe.train.epochs:
         limits.append(max(1, recipe.train.epochs * num_rows // recipe.train.global_batch))
@@ -127,7 +153,9 @@ def optimizer(recipe: Recipe, masters: MasterWeights) -> torch.optim.AdamW:
 
 
 def set_learning_rate(recipe: Recipe, optim: torch.optim.Optimizer, step: int, steps: int) -> float:
-    """Linear warmup to the peak, then cosine to zero; never above the peak.  Returns the rate set."""
+    """Linear warmup to the peak, then cosine to zero; never above the peak.  Returns the rate
+    set.
+    """
     warmup = max(1, round(recipe.optim.warmup_ratio * steps))
     if step < warmup:
         factor = (step + 1) / warmup
@@ -140,13 +168,19 @@ def set_learning_rate(recipe: Recipe, optim: torch.optim.Optimizer, step: int, s
 
 
 def settings(recipe: Recipe, target: TargetModel, num_rows: int) -> dict[str, Any]:
-    """Everything that decides a run's result, flat; a checkpoint continues only under equal settings."""
+    """Everything that decides a run's result, flat; a checkpoint continues only under equal
+    settings.
+    """
     dumped = recipe.model_dump(mode="json", exclude={"output": True, "target": {"model"}})
     for key in _FREE_TRAIN_KEYS:
         dumped["train"].pop(key)
     for key in ("continuations", "store", "features"):
         dumped["data"].pop(key)
-    flat = {f"{section}.{key}": value for section, values in dumped.items() for key, value in values.items()}
+    flat = {
+        f"{section}.{key}": value
+        for section, values in dumped.items()
+        for key, value in values.items()
+    }
     return {**flat, "target.fingerprint": target.fingerprint, "rows": num_rows}
 
 
@@ -157,18 +191,24 @@ def start(
     run_settings: dict[str, Any],
     resume: str,
 ) -> int:
-    """The first step to take: 0 for a new run, else where the newest checkpoint in `output` ends."""
+    """The first step to take: 0 for a new run, else where the newest checkpoint in `output`
+    ends.
+    """
     if resume not in ("auto", "never"):
         raise UsageError(f"--resume {resume}: allowed auto, never")
     if resume == "never" and checkpoint.saved_steps(output):
-        raise UsageError(f"--resume never: {output} holds a run; delete it or choose another output.dir")
+        raise UsageError(
+            f"--resume never: {output} holds a run; delete it or choose another output.dir"
+        )
     found = checkpoint.load_latest(output, masters.parameters, optim, settings=run_settings)
     masters.publish()
     return found.step if found else 0
 
 
 def export(recipe: Recipe, drafter: TreeSparkDrafter, folder: Path) -> Path:
-    """Write the trained drafter as a loadable bfloat16 folder with its recipe; returns the folder."""
+    """Write the trained drafter as a loadable bfloat16 folder with its recipe; returns the
+    folder.
+    """
     drafter.save_pretrained(folder, dtype=torch.bfloat16)
     (folder / "recipe.yaml").write_text(dump_recipe(recipe, folder))
     return folder

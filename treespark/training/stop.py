@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 
 class StopRequest:
