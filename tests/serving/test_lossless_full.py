@@ -23,7 +23,7 @@ from tests.serving_world import (
     requests_for,
     run,
 )
-from tools.check_margins import measure
+from tools.check_margins import is_within, measure
 from treespark.data.formats import first_user_turn
 from treespark.data.jsonl import iter_jsonl
 from treespark.drafter.auto import Drafter, load_drafter
@@ -161,12 +161,13 @@ def test_first_cut_of_the_full_run(smollm2_dir, kind):
 def test_bfloat16_tokens_are_within_the_margin(smollm2_dir, part, capsys):
     target = load_target(smollm2_dir, "bfloat16")
     prompts = [encode(target, text) for text in part_texts(part)]
+    baseline = measure(target, None, POLICIES["empty"], prompts, NUM_TOKENS, batch_size=6)
     report = measure(target, load_or_make_drafter(target), TREE, prompts, NUM_TOKENS, batch_size=6)
     with capsys.disabled():
-        print(f"\n{report.text()}")
-    assert report.num_above == 0
-    # reorderings of bfloat16 sums decide near ties, and nothing else
-    assert report.flip_rate <= 0.01
+        print(f"\nautoregressive {baseline.text()}\ntree {report.text()}")
+    assert report.num_above == baseline.num_above == 0
+    # Both flip near ties, as bfloat16 sums depend on the shapes; trees must not add wrong tokens.
+    assert is_within(report, baseline)
 
 
 def test_the_parts_are_64_different_prompts_of_all_sets():

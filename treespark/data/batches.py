@@ -2,26 +2,28 @@
 """Training rows, their order, and the anchors drawn from them.
 
 Everything random here is a pure function of (seed, position), so a resumed run sees the same rows
-and anchors as an uninterrupted one without saving a generator.
-Shapes: S rows of a micro-batch, L padded length, A anchors, B draft depths.
+and anchors as an uninterrupted one without saving a generator. Shapes: S rows of a micro-batch, L
+padded length, A anchors, B draft depths.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from treespark.data.jsonl import read_jsonl
+from treespark.data.jsonl import UniqueIds, read_jsonl
 from treespark.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    from torch import Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +43,8 @@ class Row:
 class Batch:
     """A padded micro-batch with its anchors.
 
-    input_ids [S, L] int64 (0 on padding), lengths [S] int64, loss_mask [S, L] bool,
-    anchors [S, A] int64 ascending (0 where dummy), keep [S, A] bool, tree_keep [S, A] bool subset
-    of keep.
+    input_ids [S, L] int64 (0 on padding), lengths [S] int64, loss_mask [S, L] bool, anchors [S, A]
+    int64 ascending (0 where dummy), keep [S, A] bool, tree_keep [S, A] bool subset of keep.
     """
 
     rows: list[Row]
@@ -67,40 +68,51 @@ class Batch:
 def load_rows(
     paths: Sequence[Path], *, max_tokens: int, block_size: int, vocab_size: int
 ) -> tuple[list[Row], Counter[str]]:
-    """Read continuation files into rows cut at `max_tokens`.
+    """Read continuation files into rows cut at `max_tokens`, and count what was dropped and why.
 
-    Rows with fewer than 2 * block_size supervised tokens teach little and are dropped; the second
-    result
-    counts every reason.  Raises UsageError for unreadable files, unknown ids or when nothing is
-    left.
+    Rows with fewer than 2 * block_size supervised tokens teach little. Rows with the tokens of an
+    earlier one could be trained on and held out at once. Raises UsageError for unreadable files,
+    an id twice, token ids outside the vocabulary, or when nothing is left.
     """
     rows: list[Row] = []
     dropped: Counter[str] = Counter()
+    ids, contents = UniqueIds(), set[bytes]()
     for path in paths:
         for line_number, record in read_jsonl(path):
             where = f"{path}:{line_number}"
-            try:
-                prompt, output = record["prompt_token_ids"], record["output_token_ids"]
-            except KeyError as error:
-                raise UsageError(
-                    f"{where}: no field {error} (write it with `treespark continuations`)"
-                ) from None
-            token_ids = np.asarray(list(prompt) + list(output), dtype=np.int64)
-            if token_ids.size and (token_ids.min() < 0 or token_ids.max() >= vocab_size):
-                raise UsageError(
-                    f"{where}: token id outside the target's vocabulary of {vocab_size}"
-                )
-            token_ids = token_ids[:max_tokens]
+            row_id = str(record.get("id", where))
+            ids.add(row_id, path, line_number)
+            prompt = _token_ids(record, "prompt_token_ids", where, vocab_size)
+            output = _token_ids(record, "output_token_ids", where, vocab_size)
+            token_ids = np.asarray((prompt + output)[:max_tokens], dtype=np.int64)
             if len(token_ids) - len(prompt) < 2 * block_size:
                 dropped["too few supervised tokens"] += 1
-                continue
-            rows.append(Row(str(record.get("id", where)), token_ids, len(prompt)))
+            elif token_ids.tobytes() in contents:
+                dropped["same tokens as an earlier row"] += 1
+            else:
+                contents.add(token_ids.tobytes())
+                rows.append(Row(row_id, token_ids, len(prompt)))
     if not rows:
-        reasons = dict(dropped) or "the files are empty"
+        reasons = ", ".join(f"{count} {why}" for why, count in dropped.items())
+        names = ", ".join(map(str, paths))
         raise UsageError(
-            f"data.continuations: 0 usable rows in {[str(p) for p in paths]}: {reasons}"
+            f"data.continuations {names}: 0 of {sum(dropped.values())} rows usable"
+            f" ({reasons or 'nothing in the files'})"
         )
     return rows, dropped
+
+
+def _token_ids(record: dict[str, Any], field: str, where: str, vocab_size: int) -> list[int]:
+    """One list of ids of a row. Raises UsageError naming the line and the field."""
+    if field not in record:
+        raise UsageError(f"{where}: no field {field} (`treespark continuations` writes it)")
+    values = record[field]
+    if not isinstance(values, list) or any(type(value) is not int for value in values):
+        raise UsageError(f"{where}: {field} must be a list of token ids")
+    outside = [value for value in values if not 0 <= value < vocab_size]
+    if outside:
+        raise UsageError(f"{where}: {field}: id {outside[0]}, allowed 0..{vocab_size - 1}")
+    return values
 
 
 def split_holdout(rows: list[Row], count: int, seed: int) -> tuple[list[Row], list[Row]]:
@@ -126,15 +138,9 @@ def _draw(rows: Sequence[Row], number: int, seed: int) -> tuple[int, Row]:
     return number, rows[_epoch_order(len(rows), seed, epoch)[index]]
 
 
-_ORDER: dict[tuple[int, int, int], np.ndarray] = {}
-
-
+@functools.lru_cache(maxsize=4)
 def _epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
-    key = (count, seed, epoch)
-    if key not in _ORDER:
-        _ORDER.clear()
-        _ORDER[key] = np.random.default_rng([seed, 2, epoch]).permutation(count)
-    return _ORDER[key]
+    return np.random.default_rng([seed, 2, epoch]).permutation(count)
 
 
 def valid_anchors(loss_mask: np.ndarray) -> np.ndarray:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resumable training state: one folder per saved step, complete or invisible.
 
-A folder is written under a temporary name and renamed when every file in it is on disk, so a run
-killed
-at any moment leaves the previous checkpoint intact.  No pickle: tensors are safetensors, the rest
-is JSON.
+A folder is written under a hidden name and renamed when every file in it is on disk, and renamed
+back before it is deleted, so a run killed at any moment leaves the previous checkpoint intact and
+no half of one in sight. No pickle: tensors are safetensors, the rest is JSON.
 """
 
 from __future__ import annotations
@@ -18,20 +17,22 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 
 from treespark.errors import UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch import Tensor, nn
+
 _STEP_FOLDER = re.compile(r"step-(\d{8})")
-_FILES = ("model.safetensors", "optimizer.safetensors")
+_HIDDEN = ".checkpoint-"
+_MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+_FORMAT = 1
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """Where a run stands: the next step to take and what the loop wants to remember."""
 
@@ -51,41 +52,50 @@ def save(
     memory: dict[str, Any],
     keep: int = 2,
 ) -> Path:
-    """Write the state after `step` optimizer steps and drop all but the newest `keep`
-    checkpoints.
+    """Write the state after `step` steps, drop all but the newest `keep`; return its folder.
+
+    One process writes to `root` at a time. What a killed one left half-written is removed.
     """
-    final = root / f"step-{step:08d}"
-    temporary = root / f".writing-{step:08d}-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    root.mkdir(parents=True, exist_ok=True)
+    _remove_hidden(root)
+    partial, final = root / f"{_HIDDEN}{step:08d}", root / f"step-{step:08d}"
+    partial.mkdir()
     try:
-        save_file(
-            {n: p.detach().cpu().contiguous() for n, p in parameters.items()},
-            str(temporary / _FILES[0]),
-        )
-        save_file(_optimizer_tensors(optimizer, parameters), str(temporary / _FILES[1]))
+        model = {name: p.detach().cpu().contiguous() for name, p in parameters.items()}
+        save_file(model, str(partial / _MODEL))
+        save_file(_optimizer_tensors(optimizer, parameters), str(partial / _OPTIMIZER))
         state = {
-            "format": 1,
+            "format": _FORMAT,
             "step": step,
             "settings": settings,
             "memory": memory,
             "torch_rng": torch.get_rng_state().numpy().tobytes().hex(),
-            "sha256": {name: _digest(temporary / name) for name in _FILES},
+            "sha256": {name: _digest(partial / name) for name in (_MODEL, _OPTIMIZER)},
         }
-        (temporary / "state.json").write_text(json.dumps(state))
-        for file in temporary.iterdir():
-            _sync(file)
-        if (
-            final.exists()
-        ):  # the same step saved again after a resume: the new one is equal and complete
-            shutil.rmtree(final)
-        os.rename(temporary, final)
+        (partial / _STATE).write_text(json.dumps({**state, "checksum": _checksum(state)}))
+        for path in (*sorted(partial.iterdir()), partial):
+            _sync(path)
+        if final.exists():
+            _remove(final)
+        os.rename(partial, final)
         _sync(root)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
     for old in saved_steps(root)[:-keep]:
-        shutil.rmtree(root / f"step-{old:08d}")
+        _remove(root / f"step-{old:08d}")
     return final
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint so that no part of it is ever visible."""
+    hidden = folder.with_name(f"{_HIDDEN}old-{folder.name}")
+    os.rename(folder, hidden)
+    shutil.rmtree(hidden)
+
+
+def _remove_hidden(root: Path) -> None:
+    for path in root.glob(f"{_HIDDEN}*"):
+        shutil.rmtree(path)
 
 
 def saved_steps(root: Path) -> list[int]:
@@ -106,8 +116,8 @@ def load_latest(
     """Restore the newest checkpoint into parameters, optimizer and torch's generator; None when
     there is none.
 
-    Raises UsageError when a file is damaged or when `settings` differs from the saved ones,
-    naming the field: continuing under other settings would silently be another run.
+    Raises UsageError when a file is damaged or when `settings` differs from the saved ones, naming
+    the field: continuing under other settings would silently be another run.
     """
     steps = saved_steps(root)
     if not steps:
@@ -115,29 +125,44 @@ def load_latest(
     folder = root / f"step-{steps[-1]:08d}"
     state = _read_state(folder)
     _refuse_difference(folder, state["settings"], settings)
-    for name in _FILES:
+    for name in (_MODEL, _OPTIMIZER):
         if _digest(folder / name) != state["sha256"][name]:
-            raise UsageError(
-                f"checkpoint {folder / name}: checksum differs; delete {folder} to use an older one"
-            )
-    saved = load_file(str(folder / _FILES[0]))
-    if set(saved) != set(parameters):
-        raise UsageError(
-            f"checkpoint {folder}: other parameters {sorted(set(saved) ^ set(parameters))[:4]}"
-        )
+            raise _damaged(folder / name, "checksum differs")
+    saved = load_file(str(folder / _MODEL))
+    if saved.keys() != parameters.keys():
+        names = sorted(saved.keys() ^ parameters.keys())
+        raise UsageError(f"checkpoint {folder}: other parameters, as {names[:4]}")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(saved[name])
-    _restore_optimizer(optimizer, parameters, load_file(str(folder / _FILES[1])))
+    _restore_optimizer(optimizer, parameters, load_file(str(folder / _OPTIMIZER)))
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch_rng"]), dtype=torch.uint8))
     return Checkpoint(state["step"], state["settings"], state["memory"], folder)
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
+    path = folder / _STATE
     try:
-        return json.loads((folder / "state.json").read_text())
-    except (OSError, json.JSONDecodeError, SafetensorError) as error:
-        raise UsageError(f"checkpoint {folder}: {error}; delete it to use an older one") from None
+        state = json.loads(path.read_bytes())
+        checksum = state.pop("checksum")
+        found = state["format"]
+    except OSError as error:
+        raise _damaged(path, error.strerror or str(error)) from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise _damaged(path, "not a checkpoint's state") from None
+    if checksum != _checksum(state):
+        raise _damaged(path, "checksum differs")
+    if found != _FORMAT:
+        raise UsageError(f"checkpoint {path}: format {found}, allowed {_FORMAT}")
+    return dict(state)
+
+
+def _damaged(path: Path, reason: str) -> UsageError:
+    return UsageError(f"checkpoint {path}: {reason}; delete {path.parent} to use an older one")
+
+
+def _checksum(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def _refuse_difference(folder: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
@@ -146,7 +171,7 @@ def _refuse_difference(folder: Path, saved: dict[str, Any], current: dict[str, A
         if saved.get(key) != current.get(key):
             raise UsageError(
                 f"checkpoint {folder}: {key} was {saved.get(key)!r}, now {current.get(key)!r}; "
-                "use another output.dir, or --resume never to start over"
+                f"use another output.dir, or delete {folder.parent} to start over"
             )
 
 
@@ -179,7 +204,7 @@ def _digest(path: Path) -> str:
             while block := file.read(1 << 22):
                 digest.update(block)
     except OSError as error:
-        raise UsageError(f"checkpoint {path}: {error.strerror}") from None
+        raise _damaged(path, error.strerror or str(error)) from None
     return digest.hexdigest()
 
 

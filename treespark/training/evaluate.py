@@ -2,10 +2,9 @@
 """Acceptance length on held-out rows, exactly, without running the target.
 
 A continuation is the target's own greedy output, so a node would be accepted if and only if its
-path
-equals the next tokens of the continuation.  The walk below therefore gives the acceptance length
-that greedy decoding of the same prompt reaches with this drafter and policy (up to near-ties in low
-precision). Shapes: A anchors of one row, B draft depths, N packed nodes.
+path equals the next tokens of the continuation. The walk below therefore gives the acceptance
+length that greedy decoding of the same prompt reaches with this drafter and policy (up to near-ties
+in low precision). Shapes: A anchors of one row, B draft depths, N packed nodes.
 """
 
 from __future__ import annotations

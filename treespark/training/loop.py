@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training flow, top-down: rows -> features -> block -> replay -> losses -> step -> checkpoint.
 
-A step's graphs are kept for all of its micro-batches and differentiated once, so every
-denominator is the
-sum over the whole optimizer step (algorithms.md 2.3) and the result does not depend on the
+A step's graphs are kept for all of its micro-batches and differentiated once, so every denominator
+is the sum over the whole optimizer step (algorithms.md 2.3) and the result does not depend on the
 micro-batch size.
 """
 
@@ -51,9 +50,8 @@ def train(recipe: Recipe, *, resume: str = "auto") -> Path:
     """Train the recipe's drafter and return the folder it was exported to.
 
     Interrupted runs (SIGTERM, Ctrl-C) save a checkpoint first; `resume="auto"` continues from the
-    newest
-    one with bit-identical results on a CPU, `resume="never"` refuses a folder that already holds
-    one.
+    newest one with bit-identical results on a CPU, `resume="never"` refuses a folder that already
+    holds one.
     """
     devices.seed_everything(recipe.train.seed)
     target = setup.load_target(recipe)
@@ -127,7 +125,7 @@ def _step(
     step: int,
     total_steps: int,
 ) -> dict[str, Any]:
-    """One optimizer update; returns what was measured.  A non-finite gradient changes nothing."""
+    """One optimizer update; returns what was measured. A non-finite gradient changes nothing."""
     weights, objective = setup.loss_weights(recipe, step, total_steps), setup.objective(recipe)
     terms: dict[str, LossTerm] = {}
     counters: dict[str, LossTerm] = {}
@@ -175,8 +173,8 @@ def _count_skipped(outcome: dict[str, Any], skipped: int, step: int) -> int:
     logger.warning("step %d: gradient is not finite, step skipped", step)
     if skipped + 1 >= _MAX_SKIPPED_IN_A_ROW:
         raise RuntimeError(
-            f"{_MAX_SKIPPED_IN_A_ROW} non-finite steps in a row, the last was {step}: lower
-            optim.lr"
+            f"{_MAX_SKIPPED_IN_A_ROW} non-finite steps in a row, the last was {step}: "
+            "lower optim.lr"
         )
     return skipped + 1
 

@@ -25,7 +25,26 @@ from treespark.training.losses import (
 from treespark.training.replay import CoverageSettings, depth_logits, replay, teacher_from_hidden
 
 if TYPE_CHECKING:
+    from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from treespark.training.diagnostics import overlap_per_depth
+from treespark.training.fused import vocab_losses
+from treespark.training.losses import (
+    LossTerm,
+    base_terms,
+    depth_weights,
+    overlap_rows,
+    validity,
+)
+from treespark.training.replay import CoverageSettings, depth_logits, replay, teacher_from_hidden
+
+if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from torch import Tensor
 
     from treespark.data.batches import Batch
     from treespark.drafter.modeling import TreeSparkDrafter
@@ -56,8 +75,8 @@ def micro_batch_terms(
 ) -> tuple[Terms, Terms]:
     """Return the loss terms (scalars) and the per-depth diagnostics ([B] pairs) of a micro-batch.
 
-    features [S, L, m*H] and last_hidden [S, L, H] are the target's; see data.features.  One
-    backbone pass serves both kinds of loss and the target is not called.
+    features [S, L, m*H] and last_hidden [S, L, H] are the target's; see data.features. One backbone
+    pass serves both kinds of loss and the target is not called.
     """
     hidden = drafter.training_blocks(batch.input_ids, features, batch.anchors, batch.keep)
     rows = _Rows.of(batch, drafter.config.block_size)
@@ -96,8 +115,8 @@ class _Rows:
 
     def flat_position(self) -> Tensor:
         """Position in the micro-batch flattened to [S * L]."""
-        start = torch.arange(self.position.shape[0], device=self.position.device) * self.length
-        return self.position + start.view(-1, 1, 1)
+        row = torch.arange(self.position.shape[0], device=self.position.device)
+        return self.position + (row * self.length).view(-1, 1, 1)
 
 
 def _base(
@@ -151,9 +170,11 @@ def _tree(
     objective: Objective,
 ) -> tuple[Terms, Terms]:
     grows, depth, head = batch.tree_keep, objective.policy.depth, drafter.markov_head
+    head_weight = drafter.lm_head.weight
+    positions = rows.flat_position()[grows]
     node_logits = depth_logits(
         hidden[grows],
-        drafter.lm_head.weight,
+        head_weight,
         None if head is None else head.latent,
         None if head is None else head.markov_w2.weight,
         keep_base=objective.keep_logits,

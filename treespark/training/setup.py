@@ -85,8 +85,8 @@ def _mask_token_id(recipe: Recipe, target: TargetModel, rows: Sequence[Row]) -> 
     for name, value in special.items():
         if chosen == value or (name == "eos" and chosen in target.eos_token_ids):
             raise UsageError(
-                f"drafter.mask_token_id {chosen}: it is the target's {name} token; choose an
-                unused id"
+                f"drafter.mask_token_id {chosen}: it is the target's {name} token; "
+                "choose an unused id"
             )
     if not 0 <= chosen < target.vocab_size:
         raise UsageError(f"drafter.mask_token_id {chosen}: allowed 0..{target.vocab_size - 1}")
@@ -116,8 +116,8 @@ def policy(recipe: Recipe) -> TreePolicy:
 
 
 def loss_weights(recipe: Recipe, step: int, total_steps: int) -> dict[str, float]:
-    """Weight of every term at `step`: the warm-up mix for its fraction of the steps, then the
-    final one.
+    """Weight of every term at `step`: the warm-up mix for its fraction of the steps, then the final
+    one.
     """
     warmup = recipe.losses.warmup
     section = (
@@ -153,7 +153,7 @@ def optimizer(recipe: Recipe, masters: MasterWeights) -> torch.optim.AdamW:
 
 
 def set_learning_rate(recipe: Recipe, optim: torch.optim.Optimizer, step: int, steps: int) -> float:
-    """Linear warmup to the peak, then cosine to zero; never above the peak.  Returns the rate
+    """Linear warmup to the peak, then cosine to zero; never above the peak. Returns the rate
     set.
     """
     warmup = max(1, round(recipe.optim.warmup_ratio * steps))
@@ -191,9 +191,7 @@ def start(
     run_settings: dict[str, Any],
     resume: str,
 ) -> int:
-    """The first step to take: 0 for a new run, else where the newest checkpoint in `output`
-    ends.
-    """
+    """The first step to take: 0 for a new run, else where the newest checkpoint in `output` ends."""
     if resume not in ("auto", "never"):
         raise UsageError(f"--resume {resume}: allowed auto, never")
     if resume == "never" and checkpoint.saved_steps(output):
@@ -206,9 +204,7 @@ def start(
 
 
 def export(recipe: Recipe, drafter: TreeSparkDrafter, folder: Path) -> Path:
-    """Write the trained drafter as a loadable bfloat16 folder with its recipe; returns the
-    folder.
-    """
+    """Write the trained drafter as a loadable bfloat16 folder with its recipe; returns the folder."""
     drafter.save_pretrained(folder, dtype=torch.bfloat16)
     (folder / "recipe.yaml").write_text(dump_recipe(recipe, folder))
     return folder
