@@ -190,7 +190,6 @@ class TrainSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     dtype: TrainDtype = "bfloat16"
     save_every: Count = 500
-    log_every: Count = 10
     eval_every: Annotated[int, Field(ge=0)] = 500
     # Rows of the vocabulary losses computed at a time: 64 blocks of 7 (training.md 4).
     chunk_rows: Count = 448

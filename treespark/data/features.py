@@ -109,7 +109,10 @@ class StoredFeatures:
     def _write(self, row: Row) -> tuple[Tensor, Tensor]:
         path = self.path(row)
         features, hidden = self._online.row(row)
-        tensors = {"features": features.cpu().contiguous(), "last_hidden": hidden.cpu().contiguous()}
+        tensors = {
+            "features": features.cpu().contiguous(),
+            "last_hidden": hidden.cpu().contiguous(),
+        }
         path.parent.mkdir(parents=True, exist_ok=True)
         self._sweep()
         if shutil.disk_usage(self._folder).free < _SPARE_BYTES:

@@ -46,61 +46,82 @@ logger = logging.getLogger(__name__)
 _MAX_SKIPPED_IN_A_ROW = 3
 
 
+@dataclasses.dataclass
+class _Run:
+    """What stays the same over a run, and the weights it changes."""
+
+    recipe: Recipe
+    drafter: TreeSparkDrafter
+    masters: MasterWeights
+    optimizer: torch.optim.Optimizer
+    features: FeatureSource
+    rows: list[Row]
+    holdout: list[Row]
+    settings: dict[str, Any]
+    total_steps: int
+
+
 def train(recipe: Recipe, *, resume: str = "auto") -> Path:
     """Train the recipe's drafter and return the folder it was exported to.
 
-    Interrupted runs (SIGTERM, Ctrl-C) save a checkpoint first; `resume="auto"` continues from the
-    newest one with bit-identical results on a CPU, `resume="never"` refuses a folder that already
-    holds one.
+    Interrupted runs (SIGTERM, Ctrl-C) save a checkpoint first and exit with 128 + the signal;
+    `resume="auto"` continues from the newest one with bit-identical results on a CPU,
+    `resume="never"` refuses a folder that already holds one. Raises UsageError for bad input and
+    RuntimeError after three steps in a row without a finite gradient.
     """
+    setup.check(recipe)
     devices.seed_everything(recipe.train.seed)
     target = setup.load_target(recipe)
     rows, holdout = _rows(recipe, target)
-    drafter = setup.new_drafter(recipe, target, rows)
-    features = feature_source(target, recipe.data.features, recipe.data.store)
+    drafter = setup.new_drafter(recipe, target, rows + holdout)
     masters = MasterWeights(drafter)
-    optimizer = setup.optimizer(recipe, masters)
-    total_steps = setup.total_steps(recipe, len(rows))
-    output = recipe.output.dir
-    settings = setup.settings(recipe, target, len(rows))
-    first = setup.start(output, masters, optimizer, settings, resume)
-    log = MetricsLog(output / "metrics.jsonl", first_step=first)
-    logger.info(
-        "%s: steps %d..%d of %d, %d rows", output, first, total_steps, total_steps, len(rows)
+    run = _Run(
+        recipe,
+        drafter,
+        masters,
+        setup.optimizer(recipe, masters),
+        feature_source(target, recipe.data.features, recipe.data.store),
+        rows,
+        holdout,
+        setup.settings(recipe, target, rows),
+        setup.total_steps(recipe, len(rows)),
     )
+    output = recipe.output.dir
+    first, memory = setup.start(output, masters, run.optimizer, run.settings, resume)
+    logger.info("%s: steps %d to %d, %d rows", output, first, run.total_steps, len(rows))
+    with MetricsLog(output / "metrics.jsonl", first_step=first) as log:
+        _steps(run, first, memory, log)
+    return setup.export(recipe, drafter, output / "drafter")
 
-    skipped = 0
-    with (
-        StopRequest() as stop,
-        tqdm(total=total_steps, initial=first, unit="step", desc="train") as bar,
-    ):
-        for step in range(first, total_steps):
-            started = time.perf_counter()
-            learning_rate = setup.set_learning_rate(recipe, optimizer, step, total_steps)
-            outcome = _step(recipe, drafter, masters, optimizer, features, rows, step, total_steps)
+
+def _steps(run: _Run, first: int, memory: dict[str, Any], log: MetricsLog) -> None:
+    train, total = run.recipe.train, run.total_steps
+    skipped = memory.get("skipped", 0)
+    bar = tqdm(total=total, initial=first, unit="step", desc="train")
+    with StopRequest() as stop, bar:
+        for step in range(first, total):
+            started, done = time.perf_counter(), step + 1
+            rate = setup.set_learning_rate(run.recipe, run.optimizer, step, total)
+            outcome = _step(run, step)
+            log.add(step, {**outcome, "lr": rate, "step_s": time.perf_counter() - started})
             skipped = _count_skipped(outcome, skipped, step)
-            log.add(step, {**outcome, "lr": learning_rate, "step_s": time.perf_counter() - started})
             bar.update()
             if step % 10 == 0:
-                bar.set_postfix(
-                    loss=f"{outcome['loss']:.3f}", ce=f"{outcome.get('ce', math.nan):.3f}"
-                )
-            done = step + 1
-            if recipe.train.eval_every and (
-                done % recipe.train.eval_every == 0 or done == total_steps
-            ):
-                log.add(step, _evaluate(recipe, drafter, holdout, features))
-            if stop.requested or done % recipe.train.save_every == 0 or done == total_steps:
-                log.flush()
-                checkpoint.save(
-                    output, done, masters.parameters, optimizer, settings=settings, memory={}
-                )
-            if stop.requested and done < total_steps:
-                logger.warning(
-                    "stopped after step %d of %d; the same command continues", done, total_steps
-                )
+                ce = outcome.get("ce", math.nan)
+                bar.set_postfix(loss=f"{outcome['loss']:.3f}", ce=f"{ce:.3f}")
+            if train.eval_every and (done % train.eval_every == 0 or done == total):
+                _evaluate(run, step, log)
+            if stop.requested or done % train.save_every == 0 or done == total:
+                log.sync()
+                _save(run, done, {"skipped": skipped})
+            if stop.requested and done < total:
+                logger.warning("stopped after step %d of %d; run it again to go on", done, total)
                 raise SystemExit(stop.exit_code)
-    return setup.export(recipe, drafter, output / "drafter")
+
+
+def _save(run: _Run, done: int, memory: dict[str, Any]) -> None:
+    root, parameters = run.recipe.output.dir, run.masters.parameters
+    checkpoint.save(root, done, parameters, run.optimizer, settings=run.settings, memory=memory)
 
 
 def _rows(recipe: Recipe, target: TargetModel) -> tuple[list[Row], list[Row]]:
@@ -115,44 +136,34 @@ def _rows(recipe: Recipe, target: TargetModel) -> tuple[list[Row], list[Row]]:
     return split_holdout(rows, recipe.data.holdout_rows, recipe.train.seed)
 
 
-def _step(
-    recipe: Recipe,
-    drafter: TreeSparkDrafter,
-    masters: MasterWeights,
-    optimizer: torch.optim.Optimizer,
-    features: FeatureSource,
-    rows: list[Row],
-    step: int,
-    total_steps: int,
-) -> dict[str, Any]:
-    """One optimizer update; returns what was measured. A non-finite gradient changes nothing."""
-    weights, objective = setup.loss_weights(recipe, step, total_steps), setup.objective(recipe)
+def _step(run: _Run, step: int) -> dict[str, Any]:
+    """One optimizer update; returns what was measured.  A non-finite gradient changes nothing."""
+    data, train = run.recipe.data, run.recipe.train
+    weights = setup.loss_weights(run.recipe, step, run.total_steps)
+    objective = setup.objective(run.recipe)
     terms: dict[str, LossTerm] = {}
     counters: dict[str, LossTerm] = {}
-    for draws in micro_batches(
-        rows_of_step(rows, step, recipe.train.global_batch, recipe.train.seed),
-        recipe.train.micro_batch,
-    ):
+    draws = rows_of_step(run.rows, step, train.global_batch, train.seed)
+    for part in micro_batches(draws, train.micro_batch):
         batch = collate(
-            draws,
-            num_anchors=recipe.data.num_anchors,
-            num_tree_anchors=recipe.data.tree_anchors,
-            seed=recipe.train.seed,
-        )
+            part, num_anchors=data.num_anchors, num_tree_anchors=data.tree_anchors, seed=train.seed
+        ).to(run.drafter.device)
+        features, last_hidden = run.features(batch.rows)
         new_terms, new_counters = micro_batch_terms(
-            drafter, batch.to(drafter.device), *features(batch.rows), objective, weights
+            run.drafter, batch, features, last_hidden, objective, weights
         )
         _add(terms, new_terms)
         _add(counters, new_counters)
     loss, values = combine(terms, weights)
     loss.backward()
-    masters.collect_gradients()
-    norm = torch.nn.utils.clip_grad_norm_(masters.parameters.values(), recipe.optim.grad_clip)
+    run.masters.collect_gradients()
+    parameters = run.masters.parameters.values()
+    norm = torch.nn.utils.clip_grad_norm_(parameters, run.recipe.optim.grad_clip)
     finite = bool(torch.isfinite(norm))
     if finite:
-        optimizer.step()
-        masters.publish()
-    optimizer.zero_grad(set_to_none=True)
+        run.optimizer.step()
+        run.masters.publish()
+    run.optimizer.zero_grad(set_to_none=True)
     return {
         "loss": float(loss.detach()),
         **{name: float(value) for name, value in values.items()},
@@ -179,14 +190,19 @@ def _count_skipped(outcome: dict[str, Any], skipped: int, step: int) -> int:
     return skipped + 1
 
 
-def _evaluate(
-    recipe: Recipe, drafter: TreeSparkDrafter, holdout: list[Row], features: FeatureSource
-) -> dict[str, Any]:
-    """Acceptance lengths of chain and trees on the held-out rows."""
-    policy = setup.policy(recipe)
-    budgets = sorted({8, 16, policy.budget})
-    policies = {"chain": dataclasses.replace(policy, branching=1, budget=policy.depth)}
-    policies |= {f"tree{budget}": dataclasses.replace(policy, budget=budget) for budget in budgets}
-    lengths = simulated_acceptance(drafter, holdout, features, policies)
+def _evaluate(run: _Run, step: int, log: MetricsLog) -> None:
+    """Log the acceptance lengths of chain and trees on the held-out rows, if there are any."""
+    if not run.holdout:
+        return
+    head = run.drafter.markov_head
+    if head is not None and head.head_type == "rnn":
+        logger.info("no held-out acceptance: an rnn head drafts no trees")
+        return
+    policy = setup.policy(run.recipe)
+    chain = dataclasses.replace(policy, branching=1, budget=policy.depth, frontier=None)
+    policies = {"chain": chain}
+    for budget in sorted({8, 16, policy.budget}):
+        policies[f"tree{budget}"] = dataclasses.replace(policy, budget=budget)
+    lengths = simulated_acceptance(run.drafter, run.holdout, run.features, policies)
     logger.info("held-out acceptance length: %s", {k: round(v, 3) for k, v in lengths.items()})
-    return {f"acceptance/{name}": value for name, value in lengths.items()}
+    log.add(step, {f"acceptance/{name}": value for name, value in lengths.items()})

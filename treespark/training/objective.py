@@ -25,23 +25,6 @@ from treespark.training.losses import (
 from treespark.training.replay import CoverageSettings, depth_logits, replay, teacher_from_hidden
 
 if TYPE_CHECKING:
-    from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import torch
-
-from treespark.training.diagnostics import overlap_per_depth
-from treespark.training.fused import vocab_losses
-from treespark.training.losses import (
-    LossTerm,
-    base_terms,
-    depth_weights,
-    overlap_rows,
-    validity,
-)
-from treespark.training.replay import CoverageSettings, depth_logits, replay, teacher_from_hidden
-
-if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
@@ -183,9 +166,7 @@ def _tree(
         node_logits,
         rows.parents[grows][:, 0],
         objective.policy,
-        teacher_from_hidden(
-            last_hidden.flatten(0, 1), rows.flat_position()[grows], drafter.lm_head.weight
-        ),
+        teacher_from_hidden(last_hidden.flatten(0, 1), positions, head_weight),
         rows.valid[grows][:, :depth],
         labels=rows.labels[grows][:, :depth],
         coverage=objective.coverage,

@@ -5,6 +5,7 @@ export.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from treespark.training.masters import MasterWeights
 
 # Settings that may change between the parts of one run without changing its result.
-_FREE_TRAIN_KEYS = frozenset({"save_every", "log_every", "eval_every", "chunk_rows", "keep_logits"})
+_FREE_TRAIN_KEYS = frozenset({"save_every", "eval_every", "chunk_rows", "keep_logits"})
 
 
 def load_target(recipe: Recipe) -> TargetModel:
@@ -115,6 +116,22 @@ def policy(recipe: Recipe) -> TreePolicy:
     return TreePolicy(**recipe.policy.model_dump())
 
 
+def check(recipe: Recipe) -> None:
+    """Raise UsageError for losses that cannot be trained together."""
+    losses = recipe.losses
+    for part in filter(None, (losses, losses.warmup)):
+        tree = part.survival or part.coverage
+        if tree and recipe.drafter.markov_head_type == "rnn" and recipe.drafter.markov_rank:
+            raise UsageError(
+                "drafter.markov_head_type rnn: drafts chains only; set losses.survival and "
+                "losses.coverage to 0"
+            )
+        confidence = part.confidence and recipe.drafter.enable_confidence_head
+        if not (part.ce or part.l1 or confidence or (tree and recipe.data.tree_anchors)):
+            where = "losses" if part is losses else "losses.warmup"
+            raise UsageError(f"{where}: no positive weight of a loss that this recipe computes")
+
+
 def loss_weights(recipe: Recipe, step: int, total_steps: int) -> dict[str, float]:
     """Weight of every term at `step`: the warm-up mix for its fraction of the steps, then the final
     one.
@@ -167,7 +184,7 @@ def set_learning_rate(recipe: Recipe, optim: torch.optim.Optimizer, step: int, s
     return rate
 
 
-def settings(recipe: Recipe, target: TargetModel, num_rows: int) -> dict[str, Any]:
+def settings(recipe: Recipe, target: TargetModel, rows: Sequence[Row]) -> dict[str, Any]:
     """Everything that decides a run's result, flat; a checkpoint continues only under equal
     settings.
     """
@@ -181,7 +198,11 @@ def settings(recipe: Recipe, target: TargetModel, num_rows: int) -> dict[str, An
         for section, values in dumped.items()
         for key, value in values.items()
     }
-    return {**flat, "target.fingerprint": target.fingerprint, "rows": num_rows}
+    content = hashlib.sha256()
+    for row in rows:
+        content.update(f"{row.prompt_len} {len(row.token_ids)} ".encode() + row.token_ids.tobytes())
+    flat["data.continuations (sha256)"] = content.hexdigest()
+    return {**flat, "target.fingerprint": target.fingerprint}
 
 
 def start(
@@ -190,8 +211,8 @@ def start(
     optim: torch.optim.Optimizer,
     run_settings: dict[str, Any],
     resume: str,
-) -> int:
-    """The first step to take: 0 for a new run, else where the newest checkpoint in `output` ends."""
+) -> tuple[int, dict[str, Any]]:
+    """The first step to take and the loop's memory, from the newest checkpoint if any."""
     if resume not in ("auto", "never"):
         raise UsageError(f"--resume {resume}: allowed auto, never")
     if resume == "never" and checkpoint.saved_steps(output):
@@ -200,11 +221,11 @@ def start(
         )
     found = checkpoint.load_latest(output, masters.parameters, optim, settings=run_settings)
     masters.publish()
-    return found.step if found else 0
+    return (found.step, found.memory) if found else (0, {})
 
 
 def export(recipe: Recipe, drafter: TreeSparkDrafter, folder: Path) -> Path:
-    """Write the trained drafter as a loadable bfloat16 folder with its recipe; returns the folder."""
+    """Write the trained drafter as a loadable bfloat16 folder with its recipe; return it."""
     drafter.save_pretrained(folder, dtype=torch.bfloat16)
     (folder / "recipe.yaml").write_text(dump_recipe(recipe, folder))
     return folder

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints are complete or invisible, and a damaged one is refused by name."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from treespark.errors import UsageError
+from treespark.training import checkpoint
+
+# Saves step 3 over 1 and 2 and kills itself at the n-th touch of the file system.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from treespark.training import checkpoint
+root = Path(sys.argv[1])
+def world():
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(4, 3))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return {"w": parameter}, optimizer
+def save(root, step):
+    checkpoint.save(root, step, *world(), settings={"a": 1}, memory={"step": step})
+def touch():
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+def after(function):
+    def wrapped(*args, **options):
+        touch()
+        result = function(*args, **options)
+        touch()
+        return result
+    return wrapped
+point, survived = 0, False
+while not survived:
+    point += 1
+    folder = root / str(point)
+    save(folder, 1), save(folder, 2)
+    child = os.fork()
+    if child == 0:
+        left = point
+        checkpoint.save_file = after(checkpoint.save_file)
+        sys.addaudithook(lambda event, args: event.split(".")[0] in ("os", "open", "shutil")
+                         and args and str(root) in str(args[0]) and touch())
+        save(folder, 3)
+        os._exit(0)
+    survived = os.waitpid(child, 0)[1] == 0
+    seen = checkpoint.saved_steps(folder)
+    assert seen in ([1, 2], [1, 2, 3], [2, 3]), (point, seen)
+    for step in seen:
+        files = sorted(p.name for p in (folder / f"step-{step:08d}").iterdir())
+        assert files == ["model.safetensors", "optimizer.safetensors", "state.json"], (point, files)
+    found = checkpoint.load_latest(folder, *world(), settings={"a": 1})
+    assert found.memory == {"step": seen[-1]}
+    save(folder, 3)
+    assert sorted(p.name for p in folder.iterdir()) == ["step-00000002", "step-00000003"], point
+print(point)
+"""
+
+
+def state():
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(4, 3))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return {"w": parameter}, optimizer
+
+
+def test_a_kill_at_any_write_leaves_a_whole_checkpoint(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 15
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+@pytest.mark.parametrize("how", ["flip", "half", "gone"])
+def test_a_damaged_file_is_refused_by_name(tmp_path, name, how):
+    checkpoint.save(tmp_path, 1, *state(), settings={}, memory={})
+    path = tmp_path / "step-00000001" / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    if how == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(content if how == "flip" else content[: len(content) // 2])
+    with pytest.raises(UsageError, match=name):
+        checkpoint.load_latest(tmp_path, *state(), settings={})
+
+
+def test_a_failed_write_keeps_the_old_checkpoint_and_nothing_else(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, 1, *state(), settings={}, memory={})
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.save(tmp_path, 2, *state(), settings={}, memory={})
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
