@@ -66,6 +66,8 @@ class Accepted(NamedTuple):
 
 # Stands in for the drafter, for tests and experiments: any tree with at most `policy.budget` nodes.
 Propose = Callable[[RoundBatch], PackedTree]
+# Sees each round between verification and commit, for display; it changes nothing.
+OnRound = Callable[[RoundBatch, PackedTree, list[Accepted]], None]
 # A slot and the request that holds it.
 Held = tuple[Slot, Request]
 
@@ -75,7 +77,8 @@ class Engine:
 
     drafter None decodes autoregressively. policy None takes the drafter's own. max_model_len bounds
     prompt plus output (None = the target's context). Each step prefills at most `prefill_chunk`
-    prompt tokens. `propose` replaces drafting. `profile` turns `clock` on.
+    prompt tokens. `propose` replaces drafting. `profile` turns `clock` on. Set `on_round` to watch
+    the rounds.
     Raises UsageError for a drafter or policy that does not fit.
     """
 
@@ -92,6 +95,7 @@ class Engine:
         profile: bool = False,
     ) -> None:
         self.target, self.drafter, self.propose = target, drafter, propose
+        self.on_round: OnRound | None = None
         self.policy = policy or default_policy(drafter)
         self.max_model_len = target.max_context if max_model_len is None else max_model_len
         self.prefill_chunk = prefill_chunk
@@ -146,6 +150,8 @@ class Engine:
             verified = self.target.verify(tree, self.kv, batch.slots, batch.lengths)
             accepted = self._accept(tree, verified.logits)
             self.clock.mark("verify")
+            if self.on_round is not None:
+                self.on_round(batch, tree, accepted)
             now_s = time.perf_counter()
             for request, path in zip(batch.requests, accepted, strict=True):
                 commit(request, path.tokens, path.proposal, now_s)

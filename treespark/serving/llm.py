@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from treespark.drafter.auto import Drafter
     from treespark.tree.policy import TreePolicy
 
-__all__ = ["LLM", "Prompt", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "Prompt", "RequestOutput", "SamplingParams", "load_pair"]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Plain text, token ids, or chat messages of `role` and `content`."""
@@ -48,10 +48,7 @@ class LLM:
         max_model_len: int | None = None,
         profile: bool = False,
     ) -> None:
-        if isinstance(target, (str, Path)):
-            target = TargetModel.from_pretrained(target, dtype=dtype, device=device)
-        if isinstance(drafter, (str, Path)):
-            drafter = _load_drafter(drafter, target)
+        target, drafter = load_pair(target, drafter, dtype=dtype, device=device)
         self.target = target
         self.engine = Engine(
             target,
@@ -119,7 +116,22 @@ def _is_one_prompt(prompts: Any) -> bool:
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, Mapping)))
 
 
-def _load_drafter(folder: str | Path, target: TargetModel) -> Drafter:
+def load_pair(
+    target: str | Path | TargetModel,
+    drafter: str | Path | Drafter | None,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+) -> tuple[TargetModel, Drafter | None]:
+    """Return target and drafter, loading those given as folders.  Raises UsageError on a misfit."""
+    if isinstance(target, (str, Path)):
+        target = TargetModel.from_pretrained(target, dtype=dtype, device=device)
+    if isinstance(drafter, (str, Path)):
+        drafter = load_drafter_for(drafter, target)
+    return target, drafter
+
+
+def load_drafter_for(folder: str | Path, target: TargetModel) -> Drafter:
     """Load a drafter folder next to its target, in the target's dtype and on its device."""
     from treespark.drafter.auto import load_drafter
 

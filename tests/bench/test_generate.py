@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""generate and the shown trees: the same text with and without a drafter, paths marked."""
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from tests.bench.bench_world import QUESTIONS, text_target, write_drafter, write_prompts
+from treespark import LLM
+from treespark.bench.generate import run_generate
+from treespark.bench.show import render_tree, show_rounds
+from treespark.errors import UsageError
+from treespark.serving.commit import Proposal
+from treespark.serving.engine import Accepted
+from treespark.tree.packed import PackedTree
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory):
+    """Folder of a random drafter."""
+    return write_drafter(tmp_path_factory.mktemp("generate") / "d")
+
+
+def answers(capsys, *args, **options):
+    run_generate(text_target().path, *args, max_tokens=10, as_json=True, **options)
+    return json.loads(capsys.readouterr().out)
+
+
+def test_drafter_changes_no_answer(draft, tmp_path, capsys):
+    file = write_prompts(tmp_path / "p.jsonl")
+    plain = answers(capsys, None, ["hi"], [file])
+    tree = answers(capsys, draft, ["hi"], [file])
+    assert plain["answers"] == tree["answers"]
+    assert [a["prompt"] for a in tree["answers"]] == ["0", "p-0", "p-1", "p-2"]
+    assert plain["summary"]["mean_nodes"] == 0
+    assert tree["summary"]["mean_nodes"] > 0
+    assert (
+        answers(capsys, draft, [QUESTIONS[0]])["answers"][0]["token_ids"]
+        == (tree["answers"][1]["token_ids"])
+    )
+
+
+def test_text_and_speed_are_printed(draft, capsys):
+    run_generate(text_target().path, draft, ["hi"], max_tokens=5)
+    printed = capsys.readouterr().out
+    assert "tokens/s" in printed
+    assert "acceptance length" in printed
+
+
+@pytest.mark.parametrize(("prompts", "word"), [([], "PROMPT: missing"), ([""], "is empty")])
+def test_missing_and_empty_prompts_are_refused(prompts, word):
+    with pytest.raises(UsageError, match=word):
+        run_generate(text_target().path, None, prompts)
+
+
+def drawn(renderable) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def test_shown_tree_marks_the_accepted_path_and_the_bonus():
+    tree = PackedTree.from_parents([[97, 98, 99, 100, 101]], [[-1, 0, 0, 1, 3]])
+    tree.scores = torch.log(torch.tensor([[1.0, 0.5, 0.25, 0.25, 0.125]]))
+    accepted = Accepted([0, 1, 3], [98, 100, 102], Proposal(2, 4, 3))
+    lines = drawn(render_tree(tree, 0, accepted, text_target().tokenizer)).splitlines()
+    marked = [line.strip("│├└─ ").strip() for line in lines]
+    assert marked == [
+        "'a' anchor",
+        "✓ 'b' 50%",
+        "✓ 'd' 25%",
+        "'e' 12%",
+        "+ 'f' by the target",
+        "'c' 25%",
+    ]
+
+
+def test_rounds_are_shown_up_to_the_number_and_change_no_answer(draft):
+    llm = LLM(text_target(), draft, max_num_seqs=1, max_model_len=64)
+    prompt = list(b"hello")
+    console = Console(file=io.StringIO(), width=100)
+    text = show_rounds(llm, prompt, 2, 12, console)
+    shown = console.file.getvalue()
+    assert shown.count("round ") == shown.count("anchor") == shown.count("by the target") == 2
+    assert llm.engine.on_round is None
+    (plain,) = LLM(text_target(), max_num_seqs=1).generate([prompt], None)
+    assert plain.text.startswith(text)

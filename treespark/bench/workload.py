@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a measurement runs: prompts as ids by the target's chat template, and the tree policy."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from treespark.data.formats import first_user_turn
+from treespark.data.jsonl import iter_jsonl
+from treespark.errors import UsageError
+from treespark.serving.checks import default_policy
+from treespark.target.template import render_prompt, user_turn_marks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from treespark.drafter.auto import Drafter
+    from treespark.tree.policy import TreePolicy
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt as the target sees it.  file: stem of its file.  name: its `id` or file:line."""
+
+    file: str
+    name: str
+    token_ids: list[int]
+
+
+def load_prompts(files: Sequence[Path], tokenizer: Any, count: int | None = None) -> list[Prompt]:
+    """Return the first `count` prompts of each file (None: all), files in the given order.
+
+    Raises UsageError for a file that cannot be read, has no prompt, or shares its stem with another
+    one, and `file:line: reason` for a bad row.
+    """
+    prompts: list[Prompt] = []
+    stems = [path.stem for path in files]
+    for path in files:
+        if stems.count(path.stem) > 1:
+            raise UsageError(f"--prompts {path}: two files are called {path.stem}; rename one")
+        found = _read(path, tokenizer, count)
+        if not found:
+            raise UsageError(f"--prompts {path}: no prompt in it")
+        prompts += found
+    return prompts
+
+
+def _read(path: Path, tokenizer: Any, count: int | None) -> list[Prompt]:
+    found: list[Prompt] = []
+    for number, row in iter_jsonl(path):
+        if count is not None and len(found) == count:
+            break
+        where = f"{path}:{number}"
+        turn = first_user_turn(row, where, partial(user_turn_marks, tokenizer))
+        if not turn:
+            raise UsageError(f"{where}: the prompt is empty")
+        ids = render_prompt(tokenizer, turn) if isinstance(turn, str) else turn
+        found.append(Prompt(path.stem, str(row.get("id", where)), ids))
+    return found
+
+
+def batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
+    """Return the prompts in batches of at most `size`, none of which mixes files."""
+    result: list[list[Prompt]] = []
+    for prompt in prompts:
+        if not result or len(result[-1]) == size or result[-1][0].file != prompt.file:
+            result.append([])
+        result[-1].append(prompt)
+    return result
+
+
+def needed_length(prompts: Sequence[Prompt], max_tokens: int, max_context: int) -> int:
+    """Return the longest prompt plus answer in tokens.
+
+    Raises UsageError naming the first prompt that leaves no room for `max_tokens`.
+    """
+    for prompt in prompts:
+        if len(prompt.token_ids) + max_tokens > max_context:
+            raise UsageError(
+                f"prompt {prompt.name}: {len(prompt.token_ids)} tokens and --max-tokens "
+                f"{max_tokens} exceed the target's context of {max_context}"
+            )
+    return max(len(prompt.token_ids) for prompt in prompts) + max_tokens
+
+
+def changed_policy(
+    drafter: Drafter | None, *, depth: int | None, branching: int | None, budget: int | None
+) -> TreePolicy:
+    """Return the drafter's own policy with the fields that were given replaced."""
+    given = {"depth": depth, "branching": branching, "budget": budget}
+    changes = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(default_policy(drafter), **changes)
