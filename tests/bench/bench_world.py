@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.serving_world import TEXT_VOCAB, drafter, world
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from treespark.target.model import TargetModel
 
 QUESTIONS = ("how are you", "[bold]1 + 1[/bold]?", "write a loop")

@@ -104,6 +104,13 @@ def test_resume_after_a_cut_at_any_byte_rewrites_the_last_row(tmp_path, cut):
     assert path.read_bytes() == content
 
 
+def test_torn_tail_longer_than_the_next_row_leaves_no_trace(tmp_path):
+    path = _file(tmp_path, encode({"id": "a"}) + b'{"id": "b", "text": "' + b"x" * 100_000)
+    with JsonlAppender(path) as file:
+        file.append([{"id": "b"}])
+    assert path.read_bytes() == encode({"id": "a"}) + encode({"id": "b"})
+
+
 def test_opening_for_append_changes_nothing(tmp_path):
     path = _file(tmp_path, b'{"id": "a"}\n{"id":')
     JsonlAppender(path).close()
