@@ -27,13 +27,13 @@ from treespark.data.batches import (
     split_holdout,
 )
 from treespark.data.features import FeatureSource, feature_source
+from treespark.data.interrupt import StopRequest
 from treespark.training import checkpoint, setup
 from treespark.training.evaluate import simulated_acceptance
 from treespark.training.losses import LossTerm, combine
 from treespark.training.masters import MasterWeights
 from treespark.training.metrics import MetricsLog
 from treespark.training.objective import micro_batch_terms
-from treespark.training.stop import StopRequest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -111,10 +111,10 @@ def _steps(run: _Run, first: int, memory: dict[str, Any], log: MetricsLog) -> No
                 bar.set_postfix(loss=f"{outcome['loss']:.3f}", ce=f"{ce:.3f}")
             if train.eval_every and (done % train.eval_every == 0 or done == total):
                 _evaluate(run, step, log)
-            if stop.requested or done % train.save_every == 0 or done == total:
+            if stop or done % train.save_every == 0 or done == total:
                 log.sync()
                 _save(run, done, {"skipped": skipped})
-            if stop.requested and done < total:
+            if stop and done < total:
                 logger.warning("stopped after step %d of %d; run it again to go on", done, total)
                 raise SystemExit(stop.exit_code)
 
