@@ -28,9 +28,8 @@ import torch
 
 from treespark.data.formats import first_user_turn
 from treespark.data.jsonl import iter_jsonl
-from treespark.drafter.auto import load_drafter
 from treespark.errors import UsageError
-from treespark.serving.llm import LLM, SamplingParams
+from treespark.serving.llm import LLM, SamplingParams, load_drafter_for
 from treespark.target.model import Segment, TargetModel
 from treespark.target.template import render_prompt, user_turn_marks
 from treespark.tree.policy import TreePolicy
@@ -186,13 +185,7 @@ def main() -> int:
     target = TargetModel.from_pretrained(args.target, dtype=args.dtype, device=args.device)
     drafter, policy = None, TreePolicy(budget=0)
     if args.drafter is not None:
-        drafter = load_drafter(
-            args.drafter,
-            target.embed_weight,
-            target.head_weight,
-            target.fingerprint,
-            num_target_layers=target.num_layers,
-        )
+        drafter = load_drafter_for(args.drafter, target)
         policy = TreePolicy(depth=drafter.config.block_size, budget=args.budget)
     prompts = []
     for path in args.prompts:

@@ -125,7 +125,8 @@ def prompts(
         int | None, typer.Option(min=1, help="Prompts to write. Default: all.")
     ] = None,
     shares: Annotated[
-        str | None, typer.Option(help="Share of each category, as math=0.3,code=0.7.")
+        str | None,
+        typer.Option(help="Share of each category, as math=0.3,code=0.7; paper: the paper's."),
     ] = None,
     evaluation: Annotated[
         list[Path] | None, typer.Option(help="File whose prompts must not occur; repeatable.")
@@ -156,6 +157,7 @@ def continuations(
     out: Out,
     max_tokens: MaxTokens = 512,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests decoded at a time.")] = 8,
+    drafter: DrafterDir = None,
     dtype: Dtype = "auto",
     device: Device = None,
 ) -> None:
@@ -170,6 +172,7 @@ def continuations(
         batch_size=batch_size,
         dtype=dtype,
         device=device,
+        drafter=drafter,
     )
 
 

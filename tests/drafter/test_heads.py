@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from tests.drafter.helpers import HIDDEN, VOCAB, features, tiny_drafter
-from treespark.drafter.heads import FEW_ROWS, vocabulary_logits
 from treespark.drafter.modeling import TreeSparkDrafter
 from treespark.errors import UsageError
+from treespark.prepack import can_prepack
 
 HEADS = ["vanilla", "gated", "rnn", "none"]
 
@@ -141,12 +141,28 @@ def test_bias_of_a_bfloat16_drafter_is_added_in_float32():
     assert not torch.equal(logits, logits.bfloat16().float())
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, FEW_ROWS, FEW_ROWS + 1])
-def test_both_orders_of_the_vocabulary_product_agree(rows):
-    torch.manual_seed(0)
-    weight, x = torch.randn(VOCAB, 16), torch.randn(1, rows, 16)
-    with torch.no_grad():
-        out = vocabulary_logits(x, weight)
-    assert out.shape == (1, rows, VOCAB)
-    assert out.is_contiguous()
-    torch.testing.assert_close(out, vocabulary_logits(x, weight.requires_grad_()).detach())
+@pytest.mark.parametrize("head", HEADS)
+def test_a_prepacked_drafter_drafts_what_the_plain_one_does(head):
+    drafter = make(head).eval()
+    anchors, context = torch.tensor([3, 7]), features(5, 9)
+    outputs = []
+    for prepack in (False, True):
+        if prepack:
+            drafter.prepack()
+        cache = drafter.new_cache(2, 16)
+        drafter.extend_contexts(cache, [0, 1], [0, 0], [4, 5], context)
+        hidden = drafter.draft_block(cache, [0, 1], [4, 5], anchors)
+        outputs.append((hidden, *drafter.chain(hidden, anchors)))
+    if can_prepack(torch.zeros(8, 8)) is None:
+        assert not any(type(module) is torch.nn.Linear for module in drafter.modules())
+    (plain_hidden, plain_tokens, plain_logits), (hidden, tokens, logits) = outputs
+    torch.testing.assert_close(hidden, plain_hidden, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits, plain_logits, rtol=1e-4, atol=1e-5)
+    assert torch.equal(tokens, plain_tokens)
+
+
+def test_a_prepacked_drafter_uses_the_targets_own_head_module():
+    drafter, head = make("vanilla"), torch.nn.Linear(HIDDEN, VOCAB, bias=False)
+    drafter.prepack(head)
+    rows = random_hidden(2, 3)
+    torch.testing.assert_close(drafter.base_logits(rows), rows @ head.weight.T)

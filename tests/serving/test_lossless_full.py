@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -26,11 +27,14 @@ from tests.serving_world import (
 from tools.check_margins import is_within, measure
 from treespark.data.formats import first_user_turn
 from treespark.data.jsonl import iter_jsonl
-from treespark.drafter.auto import Drafter, load_drafter
 from treespark.serving.engine import Engine
+from treespark.serving.llm import load_drafter_for
 from treespark.target.model import TargetModel
 from treespark.target.template import render_prompt
 from treespark.tree.policy import TreePolicy
+
+if TYPE_CHECKING:
+    from treespark.drafter.auto import Drafter
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
 SHIPPED_DRAFTER = RECIPES / "smollm2-135m" / "drafter"
@@ -80,15 +84,7 @@ def load_or_make_drafter(target: TargetModel) -> Drafter:
     """The shipped drafter where there is one, else a small random one."""
     if not SHIPPED_DRAFTER.is_dir():
         return drafter(target, initializer_range=0.02, block_size=7)
-    return load_drafter(
-        SHIPPED_DRAFTER,
-        target.embed_weight,
-        target.head_weight,
-        target.fingerprint,
-        target.dtype,
-        target.device,
-        target.num_layers,
-    )
+    return load_drafter_for(SHIPPED_DRAFTER, target)
 
 
 def decode(

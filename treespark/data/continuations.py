@@ -63,8 +63,8 @@ def run_continuations(
     target: Path,
     prompts: Path,
     out: Path,
-    max_tokens: int = 256,
-    batch_size: int = 32,
+    max_tokens: int = 512,
+    batch_size: int = 8,
     dtype: str | None = None,
     device: str | None = None,
     drafter: Path | None = None,
@@ -198,18 +198,10 @@ def _refusal(ids: list[int], model: "TargetModel", max_tokens: int) -> str | Non
 def _engine(
     model: "TargetModel", drafter: Path | None, batch_size: int, jobs: deque[Job], max_tokens: int
 ) -> "Engine":
-    from treespark.drafter.auto import load_drafter
     from treespark.serving.engine import Engine
+    from treespark.serving.llm import load_pair
 
-    loaded = None
-    if drafter is not None:
-        loaded = load_drafter(
-            drafter,
-            model.embed_weight,
-            model.head_weight,
-            target_fingerprint=model.fingerprint,
-            num_target_layers=model.num_layers,
-        )
+    _, loaded = load_pair(model, drafter)
     return Engine(
         model,
         loaded,

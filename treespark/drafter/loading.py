@@ -362,7 +362,7 @@ def _frozen_tensors(
             folder,
             key,
         )
-        frozen[key] = stored
+        frozen[key] = stored.to(weight.dtype)
     return frozen
 
 

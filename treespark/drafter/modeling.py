@@ -21,8 +21,9 @@ from treespark.drafter.attention import context_bias, packed_attention, training
 from treespark.drafter.backbone import BlockLayer, Rope, RotaryTable
 from treespark.drafter.cache import DraftCache
 from treespark.drafter.config import TreeSparkConfig
-from treespark.drafter.heads import ConfidenceHead, MarkovHead, vocabulary_logits
+from treespark.drafter.heads import ConfidenceHead, MarkovHead
 from treespark.errors import UsageError
+from treespark.prepack import prepack_linears
 
 if TYPE_CHECKING:
     from treespark.drafter.loading import TargetWeights
@@ -45,7 +46,7 @@ class TreeSparkDrafter(PreTrainedModel):
         super().__init__(config)
         with torch.device("meta"):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_hidden_layers))
@@ -91,6 +92,16 @@ class TreeSparkDrafter(PreTrainedModel):
         self.embed_tokens.weight = nn.Parameter(embed_weight.detach(), requires_grad=False)
         self.lm_head.weight = nn.Parameter(head_weight.detach(), requires_grad=False)
 
+    def prepack(self, target_head: nn.Module | None = None) -> None:
+        """Prepare for drafting: linear layers become prepacked ones, see `treespark.prepack`.
+
+        Their plain weights are gone afterwards, so it can be neither trained nor saved.
+        target_head: the target's own head module, used where this drafter shares its weight.
+        """
+        if target_head is not None:
+            self.lm_head = target_head
+        prepack_linears(self)
+
     @classmethod
     def from_pretrained(
         cls,
@@ -122,7 +133,7 @@ class TreeSparkDrafter(PreTrainedModel):
     @property
     def compute_dtype(self) -> torch.dtype:
         """Dtype of the backbone's weights, its hidden states and its cache."""
-        return self.fc.weight.dtype
+        return self.hidden_norm.weight.dtype
 
     def fuse(self, features: Tensor) -> Tensor:
         """Return the fused context [..., H] that all layers share, from features [..., m*H]."""
@@ -162,7 +173,7 @@ class TreeSparkDrafter(PreTrainedModel):
     def new_cache(self, num_slots: int, max_len: int) -> DraftCache:
         """Return an empty context cache in the backbone's dtype and device."""
         return DraftCache(
-            self.config, num_slots, max_len, self.fc.weight.device, self.compute_dtype
+            self.config, num_slots, max_len, self.embed_tokens.weight.device, self.compute_dtype
         )
 
     def extend_context(self, cache: DraftCache, slot: int, start: int, features: Tensor) -> None:
@@ -246,7 +257,7 @@ class TreeSparkDrafter(PreTrainedModel):
 
     def base_logits(self, hidden: Tensor) -> Tensor:
         """Return logits without the Markov bias, [..., V] float32, from hidden [..., H]."""
-        return vocabulary_logits(hidden, self.lm_head.weight)
+        return self.lm_head(hidden.to(self.embed_tokens.weight.dtype)).float()
 
     def markov_bias(self, parent_tokens: Tensor, hidden: Tensor) -> Tensor | None:
         """Return bias rows [..., V] float32 for parent_tokens [...] and hidden [..., H].
@@ -308,7 +319,7 @@ class TreeSparkDrafter(PreTrainedModel):
                 assert state is not None
                 embedded = head.markov_w1(parents)
                 latent, state = head.rnn_step(embedded, hidden[:, depth].to(embedded), state)
-                logits[:, depth] += vocabulary_logits(latent, head.markov_w2.weight)
+                logits[:, depth] += head.bias_rows(latent)
             elif head is not None:
                 logits[:, depth] += head(parents, hidden[:, depth])
             parents = logits[:, depth].argmax(-1)

@@ -136,7 +136,7 @@ class Engine:
         """Drop every request; the engine can be used again, even after an interrupted step."""
         self.scheduler.abort_all()
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         """Run one round; return the answers that grew, with a finish reason where they ended."""
         self.clock.start()

@@ -132,10 +132,10 @@ def load_pair(
 
 
 def load_drafter_for(folder: str | Path, target: TargetModel) -> Drafter:
-    """Load a drafter folder next to its target, in the target's dtype and on its device."""
+    """Load a drafter folder for drafting next to its target, in its dtype and on its device."""
     from treespark.drafter.auto import load_drafter
 
-    return load_drafter(
+    drafter = load_drafter(
         folder,
         target.embed_weight,
         target.head_weight,
@@ -144,3 +144,6 @@ def load_drafter_for(folder: str | Path, target: TargetModel) -> Drafter:
         target.device,
         target.num_layers,
     )
+    shares_head = drafter.lm_head.weight.data_ptr() == target.head_weight.data_ptr()
+    drafter.prepack(target.head if shares_head else None)
+    return drafter

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from treespark.device import resolve_device, resolve_dtype
 from treespark.errors import UsageError
+from treespark.prepack import prepack_linears
 from treespark.target.attention import AttentionPlan, Span, attention_bias
 from treespark.target.families import TargetFamily, family_of
 from treespark.target.folder import (
@@ -30,7 +31,6 @@ from treespark.target.folder import (
     load_weights,
 )
 from treespark.target.kv_cache import KVCache, TargetState
-from treespark.target.prepack import prepack_linears
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,7 +131,7 @@ class TargetModel:
         """Load a local Hugging Face folder (safetensors only, no custom code) for inference.
 
         device, dtype: as treespark.device resolves them.  target_layer_ids: see set_taps; None taps
-        no layer. prepack: see treespark.target.prepack; False computes with the very products
+        no layer. prepack: see treespark.prepack; False computes with the very products
         transformers uses. Raises UsageError for a folder that cannot be used, a family that is not
         supported, or a wrong tap.
         """
@@ -210,6 +210,11 @@ class TargetModel:
         if not taps:
             return hidden.new_empty(len(hidden), 0), hidden
         return (torch.cat(taps, dim=-1) if len(taps) > 1 else taps[0]), hidden
+
+    @property
+    def head(self) -> nn.Module:
+        """The output head as it is used here, [..., H] -> [..., V] in the model's dtype."""
+        return self._head
 
     @torch.no_grad()
     def logits(self, last_hidden: Tensor) -> Tensor:
