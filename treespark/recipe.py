@@ -144,7 +144,7 @@ class LossWeights(Section):
 
     @model_validator(mode="after")
     def _check_some(self) -> LossWeights:
-        if not any((self.ce, self.l1, self.confidence, self.survival, self.coverage)):
+        if not any(getattr(self, name) for name in LossWeights.model_fields):
             raise ValueError("all loss weights are 0: at least one must be positive")
         return self
 

@@ -9,6 +9,7 @@ from treespark.data import features as module
 from treespark.data.batches import Row
 from treespark.data.features import OnlineFeatures, StoredFeatures
 from treespark.errors import UsageError
+from treespark.target.model import TargetModel
 
 
 @pytest.fixture
@@ -45,6 +46,15 @@ def test_other_taps_are_another_file(target, tmp_path):
     first = StoredFeatures(target, tmp_path).path(ROWS[0])
     target.set_taps([1, 2])
     assert StoredFeatures(target, tmp_path).path(ROWS[0]) != first
+
+
+def test_another_target_and_another_dtype_are_other_files(tmp_path):
+    targets = [world().target, world(seed=1).target]
+    targets.append(TargetModel.from_pretrained(targets[0].path, dtype="bfloat16", device="cpu"))
+    for target in targets:
+        target.set_taps([0, 2])
+    paths = {StoredFeatures(target, tmp_path).path(ROWS[0]) for target in targets}
+    assert len(paths) == 3
 
 
 def test_a_failed_writer_leaves_nothing(target, tmp_path, monkeypatch):

@@ -14,18 +14,11 @@ from treespark.training import checkpoint
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-import torch
+from tests.training.test_checkpoint import state
 from treespark.training import checkpoint
 root = Path(sys.argv[1])
-def world():
-    torch.manual_seed(0)
-    parameter = torch.nn.Parameter(torch.randn(4, 3))
-    optimizer = torch.optim.AdamW([parameter])
-    parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    return {"w": parameter}, optimizer
 def save(root, step):
-    checkpoint.save(root, step, *world(), settings={"a": 1}, memory={"step": step})
+    checkpoint.save(root, step, *state(), settings={"a": 1}, memory={"step": step})
 def touch():
     global left
     left -= 1
@@ -57,7 +50,7 @@ while not survived:
     for step in seen:
         files = sorted(p.name for p in (folder / f"step-{step:08d}").iterdir())
         assert files == ["model.safetensors", "optimizer.safetensors", "state.json"], (point, files)
-    found = checkpoint.load_latest(folder, *world(), settings={"a": 1})
+    found = checkpoint.load_latest(folder, *state(), settings={"a": 1})
     assert found.memory == {"step": seen[-1]}
     save(folder, 3)
     assert sorted(p.name for p in folder.iterdir()) == ["step-00000002", "step-00000003"], point

@@ -15,7 +15,7 @@ from treespark.device import resolve_dtype
 from treespark.drafter.config import TreeSparkConfig, default_target_layer_ids
 from treespark.drafter.modeling import TreeSparkDrafter
 from treespark.errors import UsageError
-from treespark.recipe import Recipe, dump_recipe
+from treespark.recipe import LossWeights, Recipe, dump_recipe
 from treespark.target.model import TargetModel
 from treespark.training import checkpoint
 from treespark.training.objective import Objective
@@ -140,9 +140,7 @@ def loss_weights(recipe: Recipe, step: int, total_steps: int) -> dict[str, float
     section = (
         warmup if warmup is not None and step < warmup.fraction * total_steps else recipe.losses
     )
-    weights = {
-        name: getattr(section, name) for name in ("ce", "l1", "confidence", "survival", "coverage")
-    }
+    weights = {name: getattr(section, name) for name in LossWeights.model_fields}
     if not recipe.drafter.enable_confidence_head:
         weights["confidence"] = 0.0
     return weights
