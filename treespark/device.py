@@ -159,6 +159,19 @@ def _named_device(name: str, where: str) -> torch.device:
     return torch.device(f"{kind}:{int(index)}" if colon and kind != "cpu" else kind)
 
 
+def rank_device() -> torch.device:
+    """The device of this process: as resolve_device, with LOCAL_RANK as the index under torchrun.
+
+    Raises UsageError where there are fewer devices than processes.
+    """
+    device, local = resolve_device(), os.environ.get("LOCAL_RANK")
+    if device.type == "cpu" or device.index is not None or local is None:
+        return device
+    chosen = _named_device(f"{device.type}:{local}", f"LOCAL_RANK={local}")
+    getattr(torch, device.type).set_device(chosen)
+    return chosen
+
+
 def available_devices() -> list[str]:
     """The usable kinds of device, preferred first; the last one is always `cpu`."""
     return [kind for kind in PREFERENCE if probe(kind).usable]

@@ -195,6 +195,9 @@ class TrainSection(Section):
     chunk_rows: Count = 448
     # True stores the vocabulary logits between the passes: faster where memory allows it.
     keep_logits: bool = False
+    # 0 keeps everything on every process; 1, 2, 3 let DeepSpeed spread optimizer state, gradients
+    # and weights. None: 0 for one process, 1 for several.
+    zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
 
     @model_validator(mode="after")
     def _check_length(self) -> TrainSection:

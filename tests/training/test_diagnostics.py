@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 
+from tests.training.whole_replay import replay
 from treespark.training.diagnostics import (
     expected_accepted,
     overlap_per_depth,
@@ -13,7 +14,6 @@ from treespark.training.diagnostics import (
     tree_diagnostics,
 )
 from treespark.training.losses import LossTerm
-from treespark.training.replay import replay
 from treespark.tree.policy import CandidatePool, TreePolicy
 
 F64 = torch.float64

@@ -12,7 +12,7 @@ from treespark.errors import UsageError
 from treespark.target.model import TargetModel
 from treespark.training import loop
 from treespark.training.metrics import read_metrics
-from treespark.training.objective import Objective, micro_batch_terms
+from treespark.training.objective import MicroBatch, Objective, micro_batch_terms
 from treespark.training.replay import CoverageSettings
 from treespark.tree.policy import TreePolicy
 
@@ -25,17 +25,15 @@ def test_base_losses_match_the_golden_ones(fixtures_dir, name):
     anchors, mask = case["anchor_positions"], case["loss_mask"].bool()
     batch = Batch([], ids, lengths, mask, anchors, keep, torch.zeros_like(keep))
     weights = {"ce": 0.1, "l1": 0.9, "confidence": 1.0, "survival": 0.0, "coverage": 0.0}
-    terms, _ = micro_batch_terms(
+    found = micro_batch_terms(
         case.drafter,
-        batch,
-        case["features"],
-        case["target_last_hidden"],
+        MicroBatch(batch, case["features"], case["target_last_hidden"]),
         Objective(TreePolicy(), CoverageSettings()),
         weights,
     )
-    for key, term in terms.items():
+    for key, term in found.terms.items():
         expected = case.losses["conf" if key == "confidence" else key]
-        assert float(term.value) == pytest.approx(expected, rel=1e-4)
+        assert float(term.value.detach()) == pytest.approx(expected, rel=1e-4)
 
 
 def first_line(tmp_path, name, **changes):
@@ -71,8 +69,11 @@ def test_replay_adds_no_target_call_and_no_backbone_pass(tmp_path, monkeypatch):
             return plain(*args)
 
         monkeypatch.setattr(owner, method, counted)
-    first_line(tmp_path, "run", train={"max_steps": 1})
-    assert calls == {"target": 2, "backbone": 2}
+    first_line(tmp_path, "one", train={"max_steps": 1, "micro_batch": 2})
+    assert calls == {"target": 2, "backbone": 1}
+    # Of several micro-batches each needs the others' denominators before its own losses.
+    first_line(tmp_path, "two", train={"max_steps": 1, "micro_batch": 1})
+    assert calls == {"target": 4, "backbone": 1 + 4}
 
 
 @pytest.mark.parametrize("mask", [256, 272, 7])

@@ -7,12 +7,11 @@ Tolerances: float64, 1e-12 for another order of summation; 1e-10 after a shift o
 import pytest
 import torch
 
+from tests.training.whole_replay import Replay, replay
 from treespark.errors import UsageError
 from treespark.training.replay import (
     CoverageSettings,
-    Replay,
     depth_logits,
-    replay,
     teacher_from_hidden,
 )
 from treespark.tree.policy import TreePolicy

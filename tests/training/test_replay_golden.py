@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from treespark.training.replay import CoverageSettings, Replay, replay
+from tests.training.whole_replay import Replay, replay
+from treespark.training.replay import CoverageSettings
 from treespark.tree.policy import TreePolicy
 
 

@@ -36,10 +36,12 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def recipe(folder: Path, rows: Path, **changes: dict[str, Any]) -> Recipe:
+def recipe(
+    folder: Path, rows: Path, model: Path | None = None, **changes: dict[str, Any]
+) -> Recipe:
     """A float32 recipe of 12 steps; `changes` are merged into its sections."""
     values: dict[str, dict[str, Any]] = {
-        "target": {"model": tiny_world().target.path, "dtype": "float32"},
+        "target": {"model": model or tiny_world().target.path, "dtype": "float32"},
         "drafter": {
             "num_hidden_layers": 2,
             "num_attention_heads": 2,

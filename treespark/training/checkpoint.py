@@ -24,7 +24,7 @@ from treespark.errors import UsageError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
 _STEP_FOLDER = re.compile(r"step-(\d{8})")
 _HIDDEN = ".checkpoint-"
@@ -34,10 +34,11 @@ _FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """Where a run stands: the next step to take and what the loop wants to remember."""
+    """Where a run stands: the next step to take, all tensors, and what the loop remembers."""
 
     step: int
-    settings: dict[str, Any]
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
     memory: dict[str, Any]
     folder: Path
 
@@ -45,8 +46,8 @@ class Checkpoint:
 def save(
     root: Path,
     step: int,
-    parameters: dict[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
+    weights: dict[str, Tensor],
+    optimizer: dict[str, Tensor],
     *,
     settings: dict[str, Any],
     memory: dict[str, Any],
@@ -61,9 +62,8 @@ def save(
     partial, final = root / f"{_HIDDEN}{step:08d}", root / f"step-{step:08d}"
     partial.mkdir()
     try:
-        model = {name: p.detach().cpu().contiguous() for name, p in parameters.items()}
-        save_file(model, str(partial / _MODEL))
-        save_file(_optimizer_tensors(optimizer, parameters), str(partial / _OPTIMIZER))
+        save_file(weights, str(partial / _MODEL))
+        save_file(optimizer, str(partial / _OPTIMIZER))
         state = {
             "format": _FORMAT,
             "step": step,
@@ -106,15 +106,9 @@ def saved_steps(root: Path) -> list[int]:
     return sorted(int(m.group(1)) for m in found)
 
 
-def load_latest(
-    root: Path,
-    parameters: dict[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    *,
-    settings: dict[str, Any],
-) -> Checkpoint | None:
-    """Restore the newest checkpoint into parameters, optimizer and torch's generator; None when
-    there is none.
+def load_latest(root: Path, *, settings: dict[str, Any]) -> Checkpoint | None:
+    """Return the newest checkpoint and set torch's generator to its state; None when there is
+    none.
 
     Raises UsageError when a file is damaged or when `settings` differs from the saved ones, naming
     the field: continuing under other settings would silently be another run.
@@ -128,16 +122,9 @@ def load_latest(
     for name in (_MODEL, _OPTIMIZER):
         if _digest(folder / name) != state["sha256"][name]:
             raise _damaged(folder / name, "checksum differs")
-    saved = load_file(str(folder / _MODEL))
-    if saved.keys() != parameters.keys():
-        names = sorted(saved.keys() ^ parameters.keys())
-        raise UsageError(f"checkpoint {folder}: other parameters, as {names[:4]}")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(saved[name])
-    _restore_optimizer(optimizer, parameters, load_file(str(folder / _OPTIMIZER)))
+    weights, optimizer = (load_file(str(folder / name)) for name in (_MODEL, _OPTIMIZER))
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch_rng"]), dtype=torch.uint8))
-    return Checkpoint(state["step"], state["settings"], state["memory"], folder)
+    return Checkpoint(state["step"], weights, optimizer, state["memory"], folder)
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
@@ -173,28 +160,6 @@ def _refuse_difference(folder: Path, saved: dict[str, Any], current: dict[str, A
                 f"checkpoint {folder}: {key} was {saved.get(key)!r}, now {current.get(key)!r}; "
                 f"use another output.dir, or delete {folder.parent} to start over"
             )
-
-
-def _optimizer_tensors(
-    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]
-) -> dict[str, Tensor]:
-    tensors = {}
-    for name, parameter in parameters.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{key}/{name}"] = torch.as_tensor(value).detach().cpu().contiguous().clone()
-    return tensors
-
-
-def _restore_optimizer(
-    optimizer: torch.optim.Optimizer,
-    parameters: dict[str, nn.Parameter],
-    tensors: dict[str, Tensor],
-) -> None:
-    for full_name, value in tensors.items():
-        key, name = full_name.split("/", 1)
-        parameter = parameters[name]
-        where = torch.device("cpu") if key == "step" else parameter.device
-        optimizer.state[parameter][key] = value.to(where)
 
 
 def _digest(path: Path) -> str:

@@ -35,11 +35,12 @@ def simulated_acceptance(
     policies: Mapping[str, TreePolicy],
     *,
     max_tokens: int = 96,
-) -> dict[str, float]:
-    """Committed tokens per round of each policy over the first `max_tokens` tokens of every row.
+) -> dict[str, tuple[int, int]]:
+    """Return committed tokens and rounds of each policy over the first `max_tokens` tokens of
+    every row; their ratio is the acceptance length.
 
     The bonus token counts, the prefill token does not, and the last round is cut at the row's end
-    (algorithms.md 3.5); the value is total committed / total rounds.
+    (algorithms.md 3.5).
     """
     committed, rounds = dict.fromkeys(policies, 0), dict.fromkeys(policies, 0)
     with torch.no_grad():
@@ -50,7 +51,7 @@ def simulated_acceptance(
                 row_committed, row_rounds = _walk(lengths.tolist())
                 committed[name] += row_committed
                 rounds[name] += row_rounds
-    return {name: committed[name] / max(1, rounds[name]) for name in policies}
+    return {name: (committed[name], rounds[name]) for name in policies}
 
 
 def _walk(accepted: list[int]) -> tuple[int, int]:

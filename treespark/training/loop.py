@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training flow, top-down: rows -> features -> block -> replay -> losses -> step -> checkpoint.
 
-A step's graphs are kept for all of its micro-batches and differentiated once, so every denominator
-is the sum over the whole optimizer step (algorithms.md 2.3) and the result does not depend on the
-micro-batch size.
+Every denominator is the sum over the whole optimizer step, over micro-batches and ranks
+(algorithms.md 2.3), so the result depends on neither. Where a step has several micro-batches their
+denominators are found first, in passes without a graph.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
+import signal
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -30,20 +32,31 @@ from treespark.data.features import FeatureSource, feature_source
 from treespark.data.interrupt import StopRequest
 from treespark.training import checkpoint, setup
 from treespark.training.evaluate import simulated_acceptance
-from treespark.training.losses import LossTerm, combine
-from treespark.training.masters import MasterWeights
-from treespark.training.metrics import MetricsLog
-from treespark.training.objective import micro_batch_terms
+from treespark.training.losses import combine
+from treespark.training.metrics import MetricsLog, StepSums
+from treespark.training.objective import (
+    MicroBatch,
+    MicroBatchPlan,
+    micro_batch_terms,
+    plan_micro_batch,
+)
+from treespark.training.ranks import Ranks, join
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
+
+    from torch import Tensor
 
     from treespark.drafter.modeling import TreeSparkDrafter
     from treespark.recipe import Recipe
     from treespark.target.model import TargetModel
+    from treespark.training.updates import Updates
 
 logger = logging.getLogger(__name__)
 _MAX_SKIPPED_IN_A_ROW = 3
+# Exit code of a rank that stops because another one was told to.
+_STOPPED_WITH_OTHERS = 128 + signal.SIGTERM
 
 
 @dataclasses.dataclass
@@ -51,9 +64,9 @@ class _Run:
     """What stays the same over a run, and the weights it changes."""
 
     recipe: Recipe
+    ranks: Ranks
     drafter: TreeSparkDrafter
-    masters: MasterWeights
-    optimizer: torch.optim.Optimizer
+    updates: Updates
     features: FeatureSource
     rows: list[Row]
     holdout: list[Row]
@@ -64,46 +77,64 @@ class _Run:
 def train(recipe: Recipe, *, resume: str = "auto") -> Path:
     """Train the recipe's drafter and return the folder it was exported to.
 
-    Interrupted runs (SIGTERM, Ctrl-C) save a checkpoint first and exit with 128 + the signal;
-    `resume="auto"` continues from the newest one with bit-identical results on a CPU,
-    `resume="never"` refuses a folder that already holds one. Raises UsageError for bad input and
-    RuntimeError after three steps in a row without a finite gradient.
+    Started by torchrun, all processes share every step; the first one writes. Interrupted runs
+    (SIGTERM, Ctrl-C) save a checkpoint first and exit with 128 + the signal; `resume="auto"`
+    continues from the newest one, on any number of processes, and with the same number with
+    bit-identical results on a CPU; `resume="never"` refuses a folder that already holds one. Raises
+    UsageError for bad input and RuntimeError after three steps in a row without a finite gradient.
     """
     setup.check(recipe)
     devices.seed_everything(recipe.train.seed)
     target = setup.load_target(recipe)
-    rows, holdout = _rows(recipe, target)
-    drafter = setup.new_drafter(recipe, target, rows + holdout)
-    masters = MasterWeights(drafter)
-    run = _Run(
-        recipe,
-        drafter,
-        masters,
-        setup.optimizer(recipe, masters),
-        feature_source(target, recipe.data.features, recipe.data.store),
-        rows,
-        holdout,
-        setup.settings(recipe, target, rows),
-        setup.total_steps(recipe, len(rows)),
-    )
-    output = recipe.output.dir
-    first, memory = setup.start(output, masters, run.optimizer, run.settings, resume)
-    logger.info("%s: steps %d to %d, %d rows", output, first, run.total_steps, len(rows))
-    with MetricsLog(output / "metrics.jsonl", first_step=first) as log:
-        _steps(run, first, memory, log)
-    return setup.export(recipe, drafter, output / "drafter")
+    with join(target.device) as ranks:
+        rows, holdout = _rows(recipe, target)
+        drafter = setup.new_drafter(recipe, target, rows + holdout)
+        run = _Run(
+            recipe,
+            ranks,
+            drafter,
+            setup.updates(recipe, drafter, ranks),
+            feature_source(target, recipe.data.features, recipe.data.store),
+            rows,
+            holdout,
+            setup.settings(recipe, target, rows),
+            setup.total_steps(recipe, len(rows)),
+        )
+        return _train(run, resume)
 
 
-def _steps(run: _Run, first: int, memory: dict[str, Any], log: MetricsLog) -> None:
+def _train(run: _Run, resume: str) -> Path:
+    output = run.recipe.output.dir
+    found = setup.start(output, run.settings, resume)
+    first, memory = (0, {}) if found is None else (found.step, found.memory)
+    if found is not None:
+        run.updates.restore(found.weights, found.optimizer, lambda: _first_loss(run, first))
+    logger.info("%s: steps %d to %d, %d rows", output, first, run.total_steps, len(run.rows))
+    # Nobody writes before all have read.
+    run.ranks.wait()
+    metrics = MetricsLog(output / "metrics.jsonl", first_step=first) if run.ranks.is_first else None
+    with metrics or contextlib.nullcontext():
+        _steps(run, first, memory, metrics)
+    folder = output / "drafter"
+    with run.updates.whole_weights():
+        if run.ranks.is_first:
+            setup.export(run.recipe, run.drafter, folder)
+    run.ranks.wait()
+    return folder
+
+
+def _steps(run: _Run, first: int, memory: dict[str, Any], log: MetricsLog | None) -> None:
     train, total = run.recipe.train, run.total_steps
     skipped = memory.get("skipped", 0)
-    bar = tqdm(total=total, initial=first, unit="step", desc="train")
+    bar = tqdm(
+        total=total, initial=first, unit="step", desc="train", disable=not run.ranks.is_first
+    )
     with StopRequest() as stop, bar:
         for step in range(first, total):
             started, done = time.perf_counter(), step + 1
-            rate = setup.set_learning_rate(run.recipe, run.optimizer, step, total)
             outcome = _step(run, step)
-            log.add(step, {**outcome, "lr": rate, "step_s": time.perf_counter() - started})
+            if log is not None:
+                log.add(step, {**outcome, "step_s": time.perf_counter() - started})
             skipped = _count_skipped(outcome, skipped, step)
             bar.update()
             if step % 10 == 0:
@@ -111,17 +142,22 @@ def _steps(run: _Run, first: int, memory: dict[str, Any], log: MetricsLog) -> No
                 bar.set_postfix(loss=f"{outcome['loss']:.3f}", ce=f"{ce:.3f}")
             if train.eval_every and (done % train.eval_every == 0 or done == total):
                 _evaluate(run, step, log)
-            if stop or done % train.save_every == 0 or done == total:
-                log.sync()
-                _save(run, done, {"skipped": skipped})
-            if stop and done < total:
+            # One rank may have been signalled: all stop at the same step.
+            stopping = run.ranks.any(bool(stop))
+            if stopping or done % train.save_every == 0 or done == total:
+                _save(run, done, {"skipped": skipped}, log)
+            if stopping and done < total:
                 logger.warning("stopped after step %d of %d; run it again to go on", done, total)
-                raise SystemExit(stop.exit_code)
+                raise SystemExit(stop.exit_code if stop else _STOPPED_WITH_OTHERS)
 
 
-def _save(run: _Run, done: int, memory: dict[str, Any]) -> None:
-    root, parameters = run.recipe.output.dir, run.masters.parameters
-    checkpoint.save(root, done, parameters, run.optimizer, settings=run.settings, memory=memory)
+def _save(run: _Run, done: int, memory: dict[str, Any], log: MetricsLog | None) -> None:
+    weights, optimizer = run.updates.state()
+    if log is not None:
+        log.sync()
+        root = run.recipe.output.dir
+        checkpoint.save(root, done, weights, optimizer, settings=run.settings, memory=memory)
+    run.ranks.wait()
 
 
 def _rows(recipe: Recipe, target: TargetModel) -> tuple[list[Row], list[Row]]:
@@ -138,44 +174,71 @@ def _rows(recipe: Recipe, target: TargetModel) -> tuple[list[Row], list[Row]]:
 
 def _step(run: _Run, step: int) -> dict[str, Any]:
     """One optimizer update; returns what was measured.  A non-finite gradient changes nothing."""
-    data, train = run.recipe.data, run.recipe.train
     weights = setup.loss_weights(run.recipe, step, run.total_steps)
     objective = setup.objective(run.recipe)
-    terms: dict[str, LossTerm] = {}
-    counters: dict[str, LossTerm] = {}
-    draws = rows_of_step(run.rows, step, train.global_batch, train.seed)
-    for part in micro_batches(draws, train.micro_batch):
-        batch = collate(
-            part, num_anchors=data.num_anchors, num_tree_anchors=data.tree_anchors, seed=train.seed
-        ).to(run.drafter.device)
-        features, last_hidden = run.features(batch.rows)
-        new_terms, new_counters = micro_batch_terms(
-            run.drafter, batch, features, last_hidden, objective, weights
-        )
-        _add(terms, new_terms)
-        _add(counters, new_counters)
-    loss, values = combine(terms, weights)
-    loss.backward()
-    run.masters.collect_gradients()
-    parameters = run.masters.parameters.values()
-    norm = torch.nn.utils.clip_grad_norm_(parameters, run.recipe.optim.grad_clip)
-    finite = bool(torch.isfinite(norm))
-    if finite:
-        run.optimizer.step()
-        run.masters.publish()
-    run.optimizer.zero_grad(set_to_none=True)
+    micros = [_micro_batch(run, draws) for draws in _draws(run, step)]
+    plans: list[MicroBatchPlan | None] = [None] * len(micros)
+    denominators = None
+    if len(micros) > 1:
+        # The first backward needs the denominators of all micro-batches, the last one's included.
+        with run.updates.whole_weights():
+            found = [plan_micro_batch(run.drafter, micro, objective, weights) for micro in micros]
+        plans, denominators = list(found), _step_denominators(run, found)
+    sums = StepSums(list(weights), run.drafter.config.block_size)
+    for micro, plan in zip(micros, plans, strict=True):
+
+        def loss(micro: MicroBatch = micro, plan: MicroBatchPlan | None = plan) -> Tensor:
+            found = micro_batch_terms(run.drafter, micro, objective, weights, plan)
+            total, values = combine(
+                found.terms,
+                weights,
+                world_size=run.ranks.world_size,
+                denominators=denominators or _step_denominators(run, [found.plan]),
+                accumulation_steps=len(micros),
+            )
+            sums.add(values, found.counters)
+            return total
+
+        run.updates.backward(loss)
+    rate = setup.learning_rate(run.recipe, step, run.total_steps)
+    norm = run.updates.step(rate)
     return {
-        "loss": float(loss.detach()),
-        **{name: float(value) for name, value in values.items()},
-        **{name: [round(x, 5) for x in term.value.tolist()] for name, term in counters.items()},
-        "grad_norm": float(norm),
-        "skipped": not finite,
+        **sums.over(run.ranks, weights),
+        "grad_norm": norm,
+        "skipped": not math.isfinite(norm),
+        "lr": rate,
     }
 
 
-def _add(total: dict[str, LossTerm], new: dict[str, LossTerm]) -> None:
-    for name, term in new.items():
-        total[name] = total[name] + term if name in total else term
+def _draws(run: _Run, step: int) -> list[Sequence[tuple[int, Row]]]:
+    """The micro-batches of this rank; which rows make up a step does not depend on the ranks."""
+    train, ranks = run.recipe.train, run.ranks
+    draws = rows_of_step(run.rows, step, train.global_batch, train.seed)
+    return list(micro_batches(draws[ranks.rank :: ranks.world_size], train.micro_batch))
+
+
+def _micro_batch(run: _Run, draws: Sequence[tuple[int, Row]]) -> MicroBatch:
+    data, seed = run.recipe.data, run.recipe.train.seed
+    batch = collate(
+        draws, num_anchors=data.num_anchors, num_tree_anchors=data.tree_anchors, seed=seed
+    ).to(run.drafter.device)
+    return MicroBatch(batch, *run.features(batch.rows))
+
+
+def _step_denominators(run: _Run, plans: Sequence[MicroBatchPlan]) -> dict[str, Tensor]:
+    """Denominators of the whole step: summed over micro-batches and ranks (algorithms.md 2.3)."""
+    names = list(plans[0].denominators)
+    local = torch.stack([sum(plan.denominators[name] for plan in plans) for name in names])
+    return dict(zip(names, run.ranks.sum(local).unbind(), strict=True))
+
+
+def _first_loss(run: _Run, step: int) -> Tensor:
+    """The loss of this rank's first micro-batch of a step, by itself."""
+    weights = setup.loss_weights(run.recipe, step, run.total_steps)
+    micro = _micro_batch(run, _draws(run, step)[0])
+    objective = setup.objective(run.recipe)
+    found = micro_batch_terms(run.drafter, micro, objective, weights)
+    return combine(found.terms, weights, denominators=found.plan.denominators)[0]
 
 
 def _count_skipped(outcome: dict[str, Any], skipped: int, step: int) -> int:
@@ -190,7 +253,7 @@ def _count_skipped(outcome: dict[str, Any], skipped: int, step: int) -> int:
     return skipped + 1
 
 
-def _evaluate(run: _Run, step: int, log: MetricsLog) -> None:
+def _evaluate(run: _Run, step: int, log: MetricsLog | None) -> None:
     """Log the acceptance lengths of chain and trees on the held-out rows, if there are any."""
     if not run.holdout:
         return
@@ -203,6 +266,11 @@ def _evaluate(run: _Run, step: int, log: MetricsLog) -> None:
     policies = {"chain": chain}
     for budget in sorted({8, 16, policy.budget}):
         policies[f"tree{budget}"] = dataclasses.replace(policy, budget=budget)
-    lengths = simulated_acceptance(run.drafter, run.holdout, run.features, policies)
+    own_rows = run.holdout[run.ranks.rank :: run.ranks.world_size]
+    with run.updates.whole_weights():
+        counts = simulated_acceptance(run.drafter, own_rows, run.features, policies)
+    sums = run.ranks.sum(torch.tensor(list(counts.values()), device=run.ranks.device))
+    lengths = {name: float(c / r) for name, (c, r) in zip(policies, sums, strict=True)}
     logger.info("held-out acceptance length: %s", {k: round(v, 3) for k, v in lengths.items()})
-    log.add(step, {f"acceptance/{name}": value for name, value in lengths.items()})
+    if log is not None:
+        log.add(step, {f"acceptance/{name}": value for name, value in lengths.items()})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One JSON line per training step, continued cleanly after a resume."""
+"""What a step measured, summed over micro-batches and ranks, and written as one JSON line."""
 
 from __future__ import annotations
 
@@ -8,10 +8,55 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from treespark.data.jsonl import write_atomic
+from treespark.training.losses import normalise
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from torch import Tensor
+
+    from treespark.training.losses import LossTerm
+    from treespark.training.ranks import Ranks
+
+
+COUNTERS = ("overlap", "survival_mass", "greedy_hit", "reference_hit")
+
+
+class StepSums:
+    """Loss values and per-depth diagnostics of a step, added up over micro-batches and ranks.
+
+    losses: names of all terms.  depth: B.  A name that no rank added is left out of the result.
+    """
+
+    def __init__(self, losses: Sequence[str], depth: int) -> None:
+        self._values = {name: torch.zeros(2, dtype=torch.float64) for name in losses}
+        self._counters = {name: torch.zeros(2, depth, dtype=torch.float64) for name in COUNTERS}
+
+    def add(self, values: Mapping[str, Tensor], counters: Mapping[str, LossTerm]) -> None:
+        """Add one micro-batch: its share of each loss, and its pairs."""
+        for name, value in values.items():
+            self._values[name] += torch.tensor([float(value), 1.0], dtype=torch.float64)
+        for name, pair in counters.items():
+            self._counters[name] += torch.stack([pair.numerator, pair.denominator]).detach().cpu()
+
+    def over(self, ranks: Ranks, weights: Mapping[str, float]) -> dict[str, Any]:
+        """Return the loss, its terms, and the diagnostics as lists of B ratios; collective."""
+        parts = [*self._values.values(), *self._counters.values()]
+        flat = torch.cat([part.flatten() for part in parts]).float().to(ranks.device)
+        sums = ranks.sum(flat).cpu().split([part.numel() for part in parts])
+        values = dict(zip(self._values, sums, strict=False))
+        present = {name: float(pair[0]) for name, pair in values.items() if pair[1] > 0}
+        counters = {
+            name: [round(x, 5) for x in normalise(*pair.view(2, -1)).tolist()]
+            for name, pair in zip(self._counters, sums[len(values) :], strict=True)
+            if pair.view(2, -1)[1].any()
+        }
+        loss = sum(weights[name] * value for name, value in present.items())
+        return {"loss": loss, **present, **counters}
 
 
 class MetricsLog:

@@ -22,7 +22,14 @@ from treespark.training.losses import (
     overlap_rows,
     validity,
 )
-from treespark.training.replay import CoverageSettings, depth_logits, replay, teacher_from_hidden
+from treespark.training.replay import (
+    CoverageSettings,
+    ReplayPlan,
+    depth_logits,
+    plan_replay,
+    teacher_from_hidden,
+    tree_terms,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,7 +38,7 @@ if TYPE_CHECKING:
 
     from treespark.data.batches import Batch
     from treespark.drafter.modeling import TreeSparkDrafter
-    from treespark.tree.policy import TreePolicy
+    from treespark.tree.policy import NodeLogits, TreePolicy
 
 Terms = dict[str, LossTerm]
 
@@ -48,27 +55,115 @@ class Objective:
     keep_logits: bool = False
 
 
-def micro_batch_terms(
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows with the target's view of them: features [S, L, m*H] and last_hidden [S, L, H]."""
+
+    batch: Batch
+    features: Tensor
+    last_hidden: Tensor
+
+
+@dataclass(frozen=True)
+class MicroBatchPlan:
+    """What is known of a micro-batch before its losses: every term's denominator, and the trees.
+
+    denominators: name -> scalar, in the order of the loss weights, also for terms without rows.
+    replay: None where no tree loss is active or no anchor grows a tree.
+    """
+
+    denominators: dict[str, Tensor]
+    replay: ReplayPlan | None
+
+
+@dataclass(frozen=True)
+class MicroBatchTerms:
+    """terms: scalars.  counters: per-depth diagnostics, pairs of [B].  plan: what they rest on."""
+
+    terms: Terms
+    counters: Terms
+    plan: MicroBatchPlan
+
+
+def plan_micro_batch(
     drafter: TreeSparkDrafter,
-    batch: Batch,
-    features: Tensor,
-    last_hidden: Tensor,
+    micro: MicroBatch,
     objective: Objective,
     weights: Mapping[str, float],
-) -> tuple[Terms, Terms]:
-    """Return the loss terms (scalars) and the per-depth diagnostics ([B] pairs) of a micro-batch.
+) -> MicroBatchPlan:
+    """Return the plan of a micro-batch; a backbone pass without a graph if a tree loss is active.
 
-    features [S, L, m*H] and last_hidden [S, L, H] are the target's; see data.features. One backbone
-    pass serves both kinds of loss and the target is not called.
+    For a step of several micro-batches: each needs the denominators of all before its backward.
     """
-    hidden = drafter.training_blocks(batch.input_ids, features, batch.anchors, batch.keep)
+    hidden = None
+    if _grows(micro.batch, weights):
+        with torch.no_grad():
+            hidden = _blocks(drafter, micro)
+    return _plan(drafter, hidden, micro, objective, weights)
+
+
+def micro_batch_terms(
+    drafter: TreeSparkDrafter,
+    micro: MicroBatch,
+    objective: Objective,
+    weights: Mapping[str, float],
+    plan: MicroBatchPlan | None = None,
+) -> MicroBatchTerms:
+    """Return the losses of a micro-batch.
+
+    One backbone pass serves both kinds of loss and the target is not called. plan None makes it
+    from that pass.
+    """
+    hidden = _blocks(drafter, micro)
+    if plan is None:
+        plan = _plan(drafter, hidden.detach(), micro, objective, weights)
+    rows = _Rows.of(micro.batch, drafter.config.block_size)
+    terms, counters = _base(drafter, hidden, rows, micro.last_hidden, objective, weights)
+    if plan.replay is not None:
+        grows = micro.batch.tree_keep
+        terms |= tree_terms(plan.replay, _node_logits(drafter, hidden[grows], objective))
+        counters |= plan.replay.diagnostics
+    return MicroBatchTerms(terms, counters, plan)
+
+
+def _blocks(drafter: TreeSparkDrafter, micro: MicroBatch) -> Tensor:
+    batch = micro.batch
+    return drafter.training_blocks(batch.input_ids, micro.features, batch.anchors, batch.keep)
+
+
+def _grows(batch: Batch, weights: Mapping[str, float]) -> bool:
+    return bool((weights["survival"] or weights["coverage"]) and batch.tree_keep.any())
+
+
+def _plan(
+    drafter: TreeSparkDrafter,
+    hidden: Tensor | None,
+    micro: MicroBatch,
+    objective: Objective,
+    weights: Mapping[str, float],
+) -> MicroBatchPlan:
+    """Plan from block outputs [S, A, B, H] without a graph; None where no tree grows."""
+    batch, depth = micro.batch, objective.policy.depth
     rows = _Rows.of(batch, drafter.config.block_size)
-    terms, counters = _base(drafter, hidden, rows, last_hidden, objective, weights)
-    if (weights["survival"] or weights["coverage"]) and bool(batch.tree_keep.any()):
-        tree_terms, tree_counters = _tree(drafter, hidden, rows, batch, last_hidden, objective)
-        terms |= tree_terms
-        counters |= tree_counters
-    return terms, counters
+    replay, trees = None, {}
+    if _grows(batch, weights):
+        assert hidden is not None
+        grows = batch.tree_keep
+        positions = rows.flat_position()[grows]
+        replay = plan_replay(
+            _node_logits(drafter, hidden[grows], objective),
+            rows.parents[grows][:, 0],
+            objective.policy,
+            teacher_from_hidden(micro.last_hidden.flatten(0, 1), positions, drafter.lm_head.weight),
+            rows.valid[grows][:, :depth],
+            labels=rows.labels[grows][:, :depth],
+            coverage=objective.coverage,
+        )
+        trees = replay.denominators()
+    base = depth_weights(rows.valid, objective.coverage.gamma).sum()
+    zero = torch.zeros_like(base)
+    trees = {"survival": zero, "coverage": zero} | trees
+    return MicroBatchPlan({name: trees.get(name, base) for name in weights}, replay)
 
 
 @dataclass(frozen=True)
@@ -144,31 +239,13 @@ def _base(
     }
 
 
-def _tree(
-    drafter: TreeSparkDrafter,
-    hidden: Tensor,
-    rows: _Rows,
-    batch: Batch,
-    last_hidden: Tensor,
-    objective: Objective,
-) -> tuple[Terms, Terms]:
-    grows, depth, head = batch.tree_keep, objective.policy.depth, drafter.markov_head
-    head_weight = drafter.lm_head.weight
-    positions = rows.flat_position()[grows]
-    node_logits = depth_logits(
-        hidden[grows],
-        head_weight,
+def _node_logits(drafter: TreeSparkDrafter, hidden: Tensor, objective: Objective) -> NodeLogits:
+    """Logits per depth and parent from the block outputs [T, B, H] of the anchors that grow."""
+    head = drafter.markov_head
+    return depth_logits(
+        hidden,
+        drafter.lm_head.weight,
         None if head is None else head.latent,
         None if head is None else head.markov_w2.weight,
         keep_base=objective.keep_logits,
     )
-    result = replay(
-        node_logits,
-        rows.parents[grows][:, 0],
-        objective.policy,
-        teacher_from_hidden(last_hidden.flatten(0, 1), positions, head_weight),
-        rows.valid[grows][:, :depth],
-        labels=rows.labels[grows][:, :depth],
-        coverage=objective.coverage,
-    )
-    return {"survival": result.survival, "coverage": result.coverage}, result.diagnostics

@@ -58,23 +58,6 @@ class CoverageSettings:
 
 
 @dataclass(frozen=True)
-class Replay:
-    """Trees of one batch of anchors and the losses on them.
-
-    mass [A, M] float: reference path mass of every candidate, valid or not. packed_nodes [A, M]
-    bool: candidates kept by packing. diagnostics: per-depth pairs of [B] (see diagnostics.py).
-    """
-
-    pool: CandidatePool
-    packed: PackedTree
-    packed_nodes: Tensor
-    mass: Tensor
-    survival: LossTerm
-    coverage: LossTerm
-    diagnostics: dict[str, LossTerm]
-
-
-@dataclass(frozen=True)
 class _Reference:
     """What is kept of the teacher, so that it is evaluated once per depth."""
 
@@ -84,7 +67,41 @@ class _Reference:
     greedy: Tensor
 
 
-def replay(
+@dataclass(frozen=True)
+class ReplayPlan:
+    """The trees the policy builds for a batch of anchors, and the weights of what counts in them.
+
+    Nothing in it has a graph or a vocabulary dimension. packed_nodes [A, M] bool: candidates kept
+    by packing. mass [A, M] float: reference path mass of every candidate, valid or not. node_weight
+    [A, M]: the mass of packed valid nodes, else 0. depth_weight [A, B]: w of valid depths, else 0.
+    diagnostics: per-depth pairs of [B] (see diagnostics.py).
+    """
+
+    pool: CandidatePool
+    packed: PackedTree
+    packed_nodes: Tensor
+    reference: _Reference
+    node_weight: Tensor
+    depth_weight: Tensor
+    settings: CoverageSettings
+    diagnostics: dict[str, LossTerm]
+
+    @property
+    def mass(self) -> Tensor:
+        """[A, M] reference path mass of every candidate."""
+        return self.reference.mass
+
+    def denominators(self) -> dict[str, Tensor]:
+        """Return the denominators that `tree_terms` will have, "survival" and "coverage"."""
+        by_depth = [
+            self.pool.frontiers[d].shape[1] * self.depth_weight[:, d] @ top_probs.sum(-1)
+            for d, top_probs in enumerate(self.reference.top_probs)
+        ]
+        return {"survival": self.node_weight.sum(), "coverage": torch.stack(by_depth).sum()}
+
+
+@torch.no_grad()
+def plan_replay(
     node_logits: NodeLogits,
     anchors: Tensor,
     policy: TreePolicy,
@@ -93,36 +110,35 @@ def replay(
     *,
     labels: Tensor | None = None,
     coverage: CoverageSettings | None = None,
-    recompute: bool = True,
-) -> Replay:
-    """Return the trees the policy builds now, and survival and coverage sums over them.
+) -> ReplayPlan:
+    """Return the trees the policy builds now, the discrete half of a replay.
 
-    node_logits(d, parent_tokens [A, W]) -> z_d [A, W, V] float32 or float64; evaluated twice per
-    depth (three times with recompute, which keeps one depth's logits alive at a time), gradients
-    flow through it. anchors [A] int64. teacher_probs: a function of the depth returning [A, V], or
-    a tensor [A, B, V]. valid [A, B] bool, a prefix in depth: all depths are expanded and packed as
-    deployed, then only valid nodes and parents count. labels [A, B] int64: reference tokens, for
-    the diagnostic "reference_hit". Raises UsageError if valid does not have policy.depth columns.
+    node_logits(d, parent_tokens [A, W]) -> z_d [A, W, V] float32 or float64. anchors [A] int64.
+    teacher_probs: a function of the depth returning [A, V], or a tensor [A, B, V]. valid [A, B]
+    bool, a prefix in depth: all depths are expanded and packed as deployed, then only valid nodes
+    and parents count. labels [A, B] int64: reference tokens, for the diagnostic "reference_hit".
+    Raises UsageError if valid does not have policy.depth columns.
     """
     if valid.shape[-1] != policy.depth:
         raise UsageError(f"policy.depth {policy.depth}: the batch has {valid.shape[-1]} depths")
     settings = CoverageSettings() if coverage is None else coverage
-    with torch.no_grad():
-        pool = expand(node_logits, anchors, policy)
-        packed = pack(pool, policy.budget)
-        packed_nodes = _packed_nodes(pool, packed)
-        reference = _reference(pool, policy, _as_function(teacher_probs), settings.top_j)
-        node_valid = torch.zeros_like(packed_nodes)
-        for d in range(1, policy.depth + 1):
-            node_valid[:, pool.children_of(d)] = valid[:, d - 1 : d]
-        weight = torch.where(packed_nodes & node_valid, reference.mass, 0.0)
-        diagnostics = tree_diagnostics(
-            pool, packed_nodes, reference.mass, reference.greedy, valid, labels
-        )
-    survival, covered = _tree_terms(
-        node_logits, pool, policy, reference, weight, valid, settings, recompute
+    pool = expand(node_logits, anchors, policy)
+    packed = pack(pool, policy.budget)
+    packed_nodes = _packed_nodes(pool, packed)
+    reference = _reference(pool, policy, _as_function(teacher_probs), settings.top_j)
+    node_valid = torch.zeros_like(packed_nodes)
+    for d in range(1, policy.depth + 1):
+        node_valid[:, pool.children_of(d)] = valid[:, d - 1 : d]
+    return ReplayPlan(
+        pool,
+        packed,
+        packed_nodes,
+        reference,
+        torch.where(packed_nodes & node_valid, reference.mass, 0.0),
+        depth_weights(valid, settings.gamma, reference.mass.dtype),
+        settings,
+        tree_diagnostics(pool, packed_nodes, reference.mass, reference.greedy, valid, labels),
     )
-    return Replay(pool, packed, packed_nodes, reference.mass, survival, covered, diagnostics)
 
 
 def depth_logits(
@@ -221,18 +237,15 @@ def _reference(
     return _Reference(torch.cat(masses, 1), top_ids, top_probs, torch.stack(greedy, 1))
 
 
-def _tree_terms(
-    node_logits: NodeLogits,
-    pool: CandidatePool,
-    policy: TreePolicy,
-    reference: _Reference,
-    node_weight: Tensor,
-    valid: Tensor,
-    settings: CoverageSettings,
-    recompute: bool,
-) -> tuple[LossTerm, LossTerm]:
-    """Sum both losses over the depths; node_weight [A, M] is the mass of packed valid nodes."""
-    weights = depth_weights(valid, settings.gamma, reference.mass.dtype)
+def tree_terms(
+    plan: ReplayPlan, node_logits: NodeLogits, *, recompute: bool = True
+) -> dict[str, LossTerm]:
+    """Return the terms "survival" and "coverage" of planned trees, the differentiable half.
+
+    Gradients flow through node_logits, which is evaluated once per depth; twice with recompute,
+    which keeps one depth's logits alive at a time.
+    """
+    pool, reference, settings = plan.pool, plan.reference, plan.settings
 
     def terms_at(depth: int, parents: Tensor, children: Tensor) -> tuple[Tensor, ...]:
         z = node_logits(depth, parents)
@@ -241,15 +254,16 @@ def _tree_terms(
         picked = z.gather(-1, torch.cat([children, top], -1))
         child_z, top_z = picked[..., :num_children], picked[..., num_children:]
         log_q = child_z - z.logsumexp(-1, keepdim=True)
-        mass = node_weight[:, pool.children_of(depth)].view_as(log_q)
+        mass = plan.node_weight[:, pool.children_of(depth)].view_as(log_q)
         survival = survival_term(log_q, mass)
         # the last child is the k-th token of the total order: its logit is the boundary
         phi = coverage_penalty(top_z, child_z[..., -1], settings.margin, settings.cap)
-        covered = coverage_term(phi, reference.top_probs[depth - 1], weights[:, depth - 1])
+        weights = plan.depth_weight[:, depth - 1]
+        covered = coverage_term(phi, reference.top_probs[depth - 1], weights)
         return survival.numerator, survival.denominator, covered.numerator, covered.denominator
 
     by_depth: list[Tensor] = []
-    for d in range(1, policy.depth + 1):
+    for d in range(1, len(pool.frontiers) + 1):
         parents = _parent_tokens(pool, d)
         children = pool.tokens[:, pool.children_of(d)].view(*parents.shape, -1)
         if recompute:
@@ -260,4 +274,7 @@ def _tree_terms(
             parts = terms_at(d, parents, children)
         by_depth.append(torch.stack(parts))
     totals = torch.stack(by_depth).sum(0)
-    return LossTerm(totals[0], totals[1].detach()), LossTerm(totals[2], totals[3].detach())
+    return {
+        "survival": LossTerm(totals[0], totals[1].detach()),
+        "coverage": LossTerm(totals[2], totals[3].detach()),
+    }

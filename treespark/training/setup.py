@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from treespark.device import resolve_dtype
+from treespark.device import rank_device, resolve_dtype
 from treespark.drafter.config import TreeSparkConfig, default_target_layer_ids
 from treespark.drafter.modeling import TreeSparkDrafter
 from treespark.errors import UsageError
@@ -20,6 +20,7 @@ from treespark.target.model import TargetModel
 from treespark.training import checkpoint
 from treespark.training.objective import Objective
 from treespark.training.replay import CoverageSettings
+from treespark.training.updates import PlainUpdates
 from treespark.tree.policy import TreePolicy
 
 if TYPE_CHECKING:
@@ -27,15 +28,21 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from treespark.data.batches import Row
-    from treespark.training.masters import MasterWeights
+    from treespark.training.checkpoint import Checkpoint
+    from treespark.training.ranks import Ranks
+    from treespark.training.updates import Updates
 
-# Settings that may change between the parts of one run without changing its result.
-_FREE_TRAIN_KEYS = frozenset({"save_every", "eval_every", "chunk_rows", "keep_logits"})
+# Settings that may change between the parts of one run: they touch its result by rounding at most.
+_FREE_TRAIN_KEYS = frozenset(
+    {"save_every", "eval_every", "chunk_rows", "keep_logits", "micro_batch", "zero_stage"}
+)
 
 
 def load_target(recipe: Recipe) -> TargetModel:
     """The recipe's target with its taps set."""
-    target = TargetModel.from_pretrained(recipe.target.model, dtype=recipe.target.dtype)
+    target = TargetModel.from_pretrained(
+        recipe.target.model, dtype=recipe.target.dtype, device=rank_device()
+    )
     ids = recipe.drafter.target_layer_ids
     target.set_taps(
         ids or default_target_layer_ids(target.num_layers, recipe.drafter.num_hidden_layers)
@@ -156,30 +163,39 @@ def total_steps(recipe: Recipe, num_rows: int) -> int:
     return min(limits)
 
 
-def optimizer(recipe: Recipe, masters: MasterWeights) -> torch.optim.AdamW:
-    """AdamW over the master weights."""
-    return torch.optim.AdamW(
-        masters.parameters.values(),
-        lr=recipe.optim.lr,
-        betas=recipe.optim.betas,
-        weight_decay=recipe.optim.weight_decay,
-        fused=True,
+def updates(recipe: Recipe, drafter: TreeSparkDrafter, ranks: Ranks) -> Updates:
+    """The optimizer: `train.zero_stage` 0 is the plain one, 1-3 DeepSpeed's.
+
+    Raises UsageError where the step cannot be shared evenly among the ranks.
+    """
+    train = recipe.train
+    per_round = train.micro_batch * ranks.world_size
+    if train.global_batch % per_round:
+        raise UsageError(
+            f"train.global_batch {train.global_batch}: must be a multiple of train.micro_batch x "
+            f"processes = {train.micro_batch} x {ranks.world_size}"
+        )
+    count = train.global_batch // per_round
+    stage = train.zero_stage
+    if stage is None:
+        stage = 0 if ranks.world_size == 1 else 1
+    if stage == 0:
+        return PlainUpdates(drafter, recipe.optim, ranks, count)
+    from treespark.training.zero import ZeroUpdates
+
+    return ZeroUpdates(
+        drafter, recipe.optim, ranks, count, stage=stage, micro_batch=train.micro_batch
     )
 
 
-def set_learning_rate(recipe: Recipe, optim: torch.optim.Optimizer, step: int, steps: int) -> float:
-    """Linear warmup to the peak, then cosine to zero; never above the peak. Returns the rate
-    set.
-    """
+def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
+    """Linear warmup to the peak, then cosine to zero; never above the peak."""
     warmup = max(1, round(recipe.optim.warmup_ratio * steps))
     if step < warmup:
         factor = (step + 1) / warmup
     else:
         factor = 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-    rate = recipe.optim.lr * factor
-    for group in optim.param_groups:
-        group["lr"] = rate
-    return rate
+    return recipe.optim.lr * factor
 
 
 def settings(recipe: Recipe, target: TargetModel, rows: Sequence[Row]) -> dict[str, Any]:
@@ -203,23 +219,15 @@ def settings(recipe: Recipe, target: TargetModel, rows: Sequence[Row]) -> dict[s
     return {**flat, "target.fingerprint": target.fingerprint}
 
 
-def start(
-    output: Path,
-    masters: MasterWeights,
-    optim: torch.optim.Optimizer,
-    run_settings: dict[str, Any],
-    resume: str,
-) -> tuple[int, dict[str, Any]]:
-    """The first step to take and the loop's memory, from the newest checkpoint if any."""
+def start(output: Path, run_settings: dict[str, Any], resume: str) -> Checkpoint | None:
+    """The checkpoint to go on from, if any."""
     if resume not in ("auto", "never"):
         raise UsageError(f"--resume {resume}: allowed auto, never")
     if resume == "never" and checkpoint.saved_steps(output):
         raise UsageError(
             f"--resume never: {output} holds a run; delete it or choose another output.dir"
         )
-    found = checkpoint.load_latest(output, masters.parameters, optim, settings=run_settings)
-    masters.publish()
-    return (found.step, found.memory) if found else (0, {})
+    return checkpoint.load_latest(output, settings=run_settings)
 
 
 def export(recipe: Recipe, drafter: TreeSparkDrafter, folder: Path) -> Path:

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pair of training processes that runs many cases in one life; starting it is what is slow."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed, multiprocessing
+
+from tests.training.tiny_run import recipe, tiny_world
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Case = tuple[str, dict[str, dict[str, Any]]]
+"""Name of the output folder, and what the recipe changes."""
+
+
+def run_pair(root: Path, rows: Path, cases: list[Case]) -> None:
+    """Train every case with two processes into root/name; raises if one of them fails."""
+    target = tiny_world().target.path
+    multiprocessing.spawn(_rank, (_free_port(), root, rows, target, cases), nprocs=2)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _rank(rank: int, port: int, root: Path, rows: Path, target: Path, cases: list[Case]) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in place.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    from treespark.training import loop
+
+    distributed.init_process_group("gloo")
+    for name, changes in cases:
+        loop.train(recipe(root / name, rows, target, **changes))
+    distributed.destroy_process_group()

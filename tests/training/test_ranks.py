@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two processes train what one does: every ZeRO stage, both dtypes, uneven rows, other resumes."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.training.pair import run_pair
+from tests.training.tiny_run import random_rows, recipe, write
+from treespark.errors import UsageError
+from treespark.training import loop, setup
+from treespark.training.metrics import read_metrics
+from treespark.training.ranks import Ranks
+
+STEPS = 4
+BASE = {"max_steps": STEPS, "global_batch": 4, "save_every": 2}
+MATRIX = [(stage, dtype) for dtype in ("float32", "bfloat16") for stage in (0, 1, 2, 3)]
+# The last case has one micro-batch a step, the others two: both ways to the denominators.
+NAMES = [f"zero{stage}-{dtype}" for stage, dtype in MATRIX]
+LOSSES = ("loss", "ce", "l1", "confidence", "survival", "coverage", "grad_norm")
+
+
+def uneven(folder):
+    """Rows of which some have no tree anchors and few valid depths, so ranks count differently."""
+    rows = random_rows(5)
+    for row in rows[::2]:
+        row["output_token_ids"] = row["output_token_ids"][:9]
+    return write(folder / "rows.jsonl", rows)
+
+
+def changes(stage, dtype="float32", **train):
+    precision = {} if dtype == "float32" else {"target": {"dtype": dtype}}
+    return {"train": {**BASE, "zero_stage": stage, "dtype": dtype, **train}, **precision}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Folder with the single-process runs and, by one pair, all others."""
+    root = tmp_path_factory.mktemp("ranks")
+    rows = uneven(root)
+    for dtype in ("float32", "bfloat16"):
+        loop.train(recipe(root / f"one-{dtype}", rows, **changes(0, dtype)))
+    # Half a run by one process, to be continued by the pair.
+    for stage in (1, 3):
+        shutil.copytree(root / "one-float32", root / f"one-to-two-{stage}")
+        shutil.rmtree(root / f"one-to-two-{stage}" / f"step-{STEPS:08d}")
+    cases = [(name, changes(*case)) for name, case in zip(NAMES, MATRIX, strict=True)]
+    cases += [(f"one-to-two-{stage}", changes(stage)) for stage in (1, 3)]
+    cases += [("one-micro", changes(2, micro_batch=2))]
+    run_pair(root, rows, cases)
+    return root
+
+
+def lines(folder):
+    return [line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
+
+
+def weights(folder, step=STEPS):
+    return load_file(folder / f"step-{step:08d}" / "model.safetensors")
+
+
+def assert_same(found, expected, rel):
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in LOSSES:
+            assert ours[key] == pytest.approx(theirs[key], rel=rel), (ours["step"], key)
+        for key in ("overlap", "survival_mass", "reference_hit"):
+            assert ours[key] == pytest.approx(theirs[key], abs=max(rel, 2e-5)), (ours["step"], key)
+
+
+@pytest.mark.multi
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [*NAMES, "one-micro"])
+def test_every_stage_trains_what_one_process_trains(runs, name):
+    dtype = "bfloat16" if "bfloat16" in name else "float32"
+    rel = 1e-5 if dtype == "float32" else 0.05
+    assert_same(lines(runs / name), lines(runs / f"one-{dtype}"), rel)
+    for key, expected in weights(runs / f"one-{dtype}").items():
+        torch.testing.assert_close(
+            weights(runs / name)[key], expected, rtol=0, atol=2e-5 if dtype == "float32" else 5e-3
+        )
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_pair_continues_what_one_process_began(runs, stage):
+    assert_same(lines(runs / f"one-to-two-{stage}"), lines(runs / "one-float32"), 1e-5)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("stage", [2, 3])
+def test_one_process_continues_what_a_pair_began(runs, tmp_path, stage):
+    folder = tmp_path / "run"
+    shutil.copytree(runs / f"zero{stage}-float32", folder)
+    shutil.rmtree(folder / f"step-{STEPS:08d}")
+    loop.train(recipe(folder, runs / "rows.jsonl", **changes(0)))
+    assert_same(lines(folder), lines(runs / "one-float32"), 1e-5)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("name", NAMES[1:4])
+def test_a_checkpoint_holds_whole_tensors_and_no_pickle(runs, name):
+    folder = runs / name / f"step-{STEPS:08d}"
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "model.safetensors", "optimizer.safetensors", "state.json"]  # fmt: skip
+    expected = weights(runs / "one-float32")
+    assert {k: t.shape for k, t in weights(runs / name).items()} == {
+        k: t.shape for k, t in expected.items()
+    }
+    assert json.loads((folder / "state.json").read_text())["step"] == STEPS
+
+
+def test_a_batch_that_cannot_be_shared_is_refused(tmp_path):
+    run = recipe(tmp_path, tmp_path, train={"global_batch": 6, "micro_batch": 2})
+    ranks = Ranks(0, 2, torch.device("cpu"))
+    with pytest.raises(UsageError, match=r"global_batch 6: must be a multiple of .* 2 x 2"):
+        setup.updates(run, None, ranks)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both halves of a replay in one call, as most tests want it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from treespark.training.losses import LossTerm
+from treespark.training.replay import ReplayPlan, plan_replay, tree_terms
+from treespark.tree.packed import PackedTree
+from treespark.tree.policy import CandidatePool
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A plan and the terms on it."""
+
+    plan: ReplayPlan
+    survival: LossTerm
+    coverage: LossTerm
+
+    @property
+    def pool(self) -> CandidatePool:
+        return self.plan.pool
+
+    @property
+    def packed(self) -> PackedTree:
+        return self.plan.packed
+
+    @property
+    def packed_nodes(self) -> Tensor:
+        return self.plan.packed_nodes
+
+    @property
+    def mass(self) -> Tensor:
+        return self.plan.mass
+
+    @property
+    def diagnostics(self) -> dict[str, LossTerm]:
+        return self.plan.diagnostics
+
+
+def replay(node_logits: Any, *args: Any, recompute: bool = True, **options: Any) -> Replay:
+    """Plan, compute the terms, and check that the plan knew their denominators."""
+    plan = plan_replay(node_logits, *args, **options)
+    terms = tree_terms(plan, node_logits, recompute=recompute)
+    for name, expected in plan.denominators().items():
+        found = terms[name].denominator
+        assert abs(found - expected) <= 1e-6 * abs(expected), (name, found, expected)
+    return Replay(plan, **terms)
