@@ -20,9 +20,23 @@ Case = tuple[str, dict[str, dict[str, Any]]]
 
 
 def run_pair(root: Path, rows: Path, cases: list[Case]) -> None:
-    """Train every case with two processes into root/name; raises if one of them fails."""
+    """Train every case with two processes into root/name; raises if one of them fails.
+
+    Where a name begins with "poisoned", the second process once has a loss that is not finite.
+    """
     target = tiny_world().target.path
     multiprocessing.spawn(_rank, (_free_port(), root, rows, target, cases), nprocs=2)
+
+
+def _poisoned_once(combine: Any) -> Any:
+    """A loss that is not finite the first time."""
+    calls = iter([float("nan")])
+
+    def poisoned(*args: Any, **options: Any) -> Any:
+        loss, values = combine(*args, **options)
+        return loss * next(calls, 1.0), values
+
+    return poisoned
 
 
 def _free_port() -> int:
@@ -40,5 +54,9 @@ def _rank(rank: int, port: int, root: Path, rows: Path, target: Path, cases: lis
 
     distributed.init_process_group("gloo")
     for name, changes in cases:
+        plain = loop.combine
+        if name.startswith("poisoned") and rank == 1:
+            loop.combine = _poisoned_once(plain)
         loop.train(recipe(root / name, rows, target, **changes))
+        loop.combine = plain
     distributed.destroy_process_group()

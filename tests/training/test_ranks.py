@@ -50,6 +50,7 @@ def runs(tmp_path_factory):
     cases = [(name, changes(*case)) for name, case in zip(NAMES, MATRIX, strict=True)]
     cases += [(f"one-to-two-{stage}", changes(stage)) for stage in (1, 3)]
     cases += [("one-micro", changes(2, micro_batch=2))]
+    cases += [(f"poisoned{stage}", changes(stage)) for stage in (0, 1, 2, 3)]
     run_pair(root, rows, cases)
     return root
 
@@ -83,6 +84,17 @@ def test_every_stage_trains_what_one_process_trains(runs, name):
         torch.testing.assert_close(
             weights(runs / name)[key], expected, rtol=0, atol=2e-5 if dtype == "float32" else 5e-3
         )
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_all_ranks_skip_a_step_that_is_not_finite_on_one(runs, stage):
+    found, first = lines(runs / f"poisoned{stage}"), lines(runs / "one-float32")[0]
+    assert [line["skipped"] for line in found] == [True, False, False, False]
+    assert found[0]["grad_norm"] is None
+    # The step moved nothing, so the next one starts from the first weights.
+    assert found[0]["ce"] == pytest.approx(first["ce"], rel=1e-5)
+    assert all(t.isfinite().all() for t in weights(runs / f"poisoned{stage}").values())
 
 
 @pytest.mark.multi
