@@ -166,6 +166,7 @@ def _rows(recipe: Recipe, target: TargetModel) -> tuple[list[Row], list[Row]]:
         max_tokens=recipe.data.max_tokens,
         block_size=recipe.drafter.block_size,
         vocab_size=target.vocab_size,
+        max_context=target.max_context,
     )
     for reason, count in dropped.items():
         logger.info("dropped %d rows: %s", count, reason)
