@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`treespark plan`: what a recipe costs in parameters, time, memory and disk, before it runs.
+
+Everything here is arithmetic on shapes. FLOPs count a multiply-add as two. Memory is what this
+package's own code holds at its peak, by part; allocator overhead comes on top, so `fits` leaves a
+tenth free. Shapes: S tokens of a row, A anchors, B draft depths, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from treespark.drafter.config import TreeSparkConfig
+from treespark.drafter.modeling import TreeSparkDrafter
+from treespark.errors import UsageError
+from treespark.training.fused import BLOCK_ROWS
+
+if TYPE_CHECKING:
+    from treespark.recipe import Recipe
+
+GIB = 1 << 30
+# Part of the memory that a plan may use; the rest is the allocator's.
+_USABLE = 0.9
+_STAGES = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the run may use.  memory_bytes: of one device.  peak_flops: of one device, bfloat16.
+
+    mfu: part of the peak that training reaches.  disk_bytes: for the feature store.
+    """
+
+    devices: int
+    memory_bytes: int
+    peak_flops: float
+    mfu: float
+    disk_bytes: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Rows of the training data and their mean length in tokens."""
+
+    rows: int
+    mean_tokens: int
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes that the arithmetic needs, from the recipe and the target's config."""
+
+    config: TreeSparkConfig
+    trainable: int
+    frozen: int
+    target_parameters: int
+    target_layers: int
+    target_width: int
+
+    @classmethod
+    def of(cls, recipe: Recipe, target: Any, config: TreeSparkConfig) -> Shapes:
+        """Count parameters on models without storage.  target: a transformers config."""
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            drafter = TreeSparkDrafter(config)
+            model = AutoModelForCausalLM.from_config(target)
+        sizes = [(p.numel(), p.requires_grad) for p in drafter.parameters()]
+        tied = bool(getattr(target, "tie_word_embeddings", False))
+        heads = target.num_attention_heads
+        head_dim = getattr(target, "head_dim", None) or target.hidden_size // heads
+        return cls(
+            config,
+            sum(size for size, trained in sizes if trained),
+            sum(size for size, trained in sizes if not trained) // (2 if tied else 1),
+            sum(p.numel() for p in model.parameters()),
+            target.num_hidden_layers,
+            heads * head_dim,
+        )
+
+
+def flops_per_row(shapes: Shapes, recipe: Recipe, tokens: int) -> dict[str, float]:
+    """Return the FLOPs of one row by part; `target` only where features are made online."""
+    c, data = shapes.config, recipe.data
+    drafts = data.num_anchors * c.block_size
+    width, kv_width = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    layer = c.hidden_size * (2 * width + 2 * kv_width) + 3 * c.hidden_size * c.intermediate_size
+    fuse = 2 * tokens * c.feature_size * c.hidden_size
+    context = c.num_hidden_layers * 4 * tokens * c.hidden_size * kv_width
+    # Every block is scored against the whole row; the mask comes after.
+    attention = c.num_hidden_layers * 4 * drafts * (tokens + c.block_size) * width
+    trunk = 2 * fuse + 3 * (context + c.num_hidden_layers * 2 * drafts * layer + attention)
+    head = 2 * drafts * c.hidden_size * c.vocab_size
+    markov = 2 * drafts * c.markov_rank * c.vocab_size
+    teacher = 2 * min(drafts, tokens) * c.hidden_size * c.vocab_size
+    again = 1 - recipe.train.keep_logits
+    # The head is frozen: forward and the gradient of its input, and once more where recomputed.
+    losses = (2 + again) * head + (3 + again) * markov + (1 + again) * teacher
+    policy = recipe.policy
+    frontier = policy.frontier or policy.branching
+    parents = data.tree_anchors * (1 + (policy.depth - 1) * frontier)
+    # Planned, computed, recomputed, and two products backwards.
+    replay = 5 * 2 * parents * c.markov_rank * c.vocab_size
+    parts = {"trunk": trunk, "losses": losses, "replay": replay}
+    if data.features == "online":
+        scores = 2 * tokens * tokens * shapes.target_width * shapes.target_layers
+        parts["target"] = 2 * shapes.target_parameters * tokens + scores
+    return {name: float(value) for name, value in parts.items()}
+
+
+def memory(
+    shapes: Shapes, recipe: Recipe, tokens: int, *, stage: int, devices: int, micro_batch: int
+) -> dict[str, float]:
+    """Return the bytes of one device by part, for rows of `tokens` tokens."""
+    c, data, train = shapes.config, recipe.data, recipe.train
+    size = 2 if train.dtype == "bfloat16" else 4
+    states = 2 if size == 2 else 1
+    share = {0: (1, 1, 1), 1: (1, 1, devices), 2: (1, devices, devices), 3: (devices,) * 3}[stage]
+    weights, gradients, optimizer = (shapes.trainable / part for part in share)
+    drafts, anchors = data.num_anchors * c.block_size, data.num_anchors
+    width, kv_width = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    # Kept for the backward pass: inputs and outputs of norms, projections, gate and product.
+    per_draft = 6 * c.hidden_size + 4 * width + 4 * kv_width + 4 * c.intermediate_size
+    per_token = c.feature_size + 2 * c.hidden_size + c.num_hidden_layers * 6 * kv_width
+    activations = c.num_hidden_layers * drafts * per_draft + tokens * per_token
+    scores = min(1 << 25, drafts * c.num_attention_heads * (tokens + c.block_size))
+    block = BLOCK_ROWS * c.vocab_size * 3 * size + train.chunk_rows * c.vocab_size * 2 * 4
+    kept = (drafts + min(drafts, tokens)) * c.vocab_size * size if train.keep_logits else 0
+    frontier = recipe.policy.frontier or recipe.policy.branching
+    # One depth at a time: logits, their sum with the base, softmax and gradient.
+    replay = micro_batch * data.tree_anchors * frontier * c.vocab_size * 4 * 4
+    held = -(-train.global_batch // (devices * micro_batch)) * micro_batch
+    parts = {
+        "target": shapes.target_parameters * 2.0 if data.features == "online" else 0.0,
+        "embedding and head": 0.0 if data.features == "online" else shapes.frozen * 2.0,
+        "weights": weights * size,
+        "gradients": gradients * (size + (4 if states == 2 else 0)),
+        "optimizer": optimizer * (12 if states == 2 else 8),
+        "features of a step": held * tokens * (c.feature_size + c.hidden_size) * size,
+        "activations": micro_batch * (activations * size + anchors * (tokens + 7) * 4),
+        "attention scores": 2.0 * scores * 4,
+        "losses": block + micro_batch * kept,
+        "replay": replay,
+    }
+    return {name: float(value) for name, value in parts.items()}
+
+
+def store_bytes(shapes: Shapes, workload: Workload) -> int:
+    """Bytes of the feature store: taps and last hidden state of every token in bfloat16."""
+    per_token = (shapes.config.feature_size + shapes.config.hidden_size) * 2
+    return workload.rows * workload.mean_tokens * per_token
+
+
+def choose(shapes: Shapes, recipe: Recipe, machine: Machine) -> tuple[int, int]:
+    """Return (zero_stage, micro_batch): the largest micro-batch that fits, at the lowest stage.
+
+    Rows are as long as data.max_tokens. Raises UsageError where not even one row fits at stage 3.
+    """
+    per_device = recipe.train.global_batch // machine.devices
+    if per_device * machine.devices != recipe.train.global_batch or per_device == 0:
+        raise UsageError(
+            f"--devices {machine.devices}: train.global_batch {recipe.train.global_batch} cannot be "
+            "shared evenly"
+        )
+    sizes = [n for n in range(per_device, 0, -1) if per_device % n == 0]
+    for micro in sizes:
+        for stage in _STAGES if machine.devices > 1 else (0,):
+            parts = memory(
+                shapes,
+                recipe,
+                recipe.data.max_tokens,
+                stage=stage,
+                devices=machine.devices,
+                micro_batch=micro,
+            )
+            if sum(parts.values()) <= _USABLE * machine.memory_bytes:
+                return stage, micro
+    need = sum(parts.values()) / _USABLE / GIB
+    raise UsageError(
+        f"--memory {machine.memory_bytes / GIB:.0f}G: one row of data.max_tokens "
+        f"{recipe.data.max_tokens} needs {need:.1f} GiB; shorten it, or lower data.num_anchors"
+    )
+
+
+def plan(
+    recipe: Recipe, shapes: Shapes, machine: Machine, workload: Workload
+) -> dict[str, Any]:
+    """Return the whole plan, JSON-ready: counts, FLOPs, hours, memory and disk by part."""
+    stage, micro = choose(shapes, recipe, machine)
+    flops = flops_per_row(shapes, recipe, workload.mean_tokens)
+    steps_by_epoch = max(1, workload.rows // recipe.train.global_batch)
+    limits = [recipe.train.max_steps, (recipe.train.epochs or 0) * steps_by_epoch]
+    steps = min(limit for limit in limits if limit)
+    step_flops = sum(flops.values()) * recipe.train.global_batch
+    step_s = step_flops / (machine.devices * machine.peak_flops * machine.mfu)
+    disk = store_bytes(shapes, workload)
+    stored = recipe.data.features == "store"
+    return {
+        "parameters": {"trainable": shapes.trainable, "target": shapes.target_parameters},
+        "steps": steps,
+        "flops_per_row": flops,
+        "step_s": step_s,
+        "hours": steps * step_s / 3600,
+        "zero_stage": stage,
+        "micro_batch": micro,
+        "memory": memory(
+            shapes,
+            recipe,
+            recipe.data.max_tokens,
+            stage=stage,
+            devices=machine.devices,
+            micro_batch=micro,
+        ),
+        "store": {
+            "bytes": disk,
+            "fits": disk <= machine.disk_bytes,
+            "read_bytes_per_s": disk / workload.rows * recipe.train.global_batch / step_s
+            if stored
+            else 0.0,
+        },
+    }
