@@ -165,10 +165,32 @@ def test_interrupt_signal_ends_the_process_with_130(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "args", [("env", "--jsn"), ("nonsense",), ("fetch",), ("version", "extra")]
+    ("args", "words"),
+    [
+        (("env", "--jsn"), ["--jsn", " env --help"]),
+        (("nonsense",), ["nonsense", "--help"]),
+        (("fetch",), ["NAME", " fetch --help"]),
+        (("version", "extra"), ["extra", " version --help"]),
+        (("generate", "t", "--max-tokens", 0), ["--max-tokens 0: ", "1", " generate --help"]),
+        (("generate", "t", "--max-tokens=x"), ["--max-tokens x: ", "integer"]),
+        (("generate", "t", "--max-tokens"), ["--max-tokens", "argument"]),
+        (("train", "r", "--resume", "x"), ["--resume x: ", "'auto'", "'never'"]),
+        (("compare", "t", "--out", "o"), ["--prompts", " compare --help"]),
+    ],
 )
-def test_unknown_option_verb_or_missing_argument_is_exit_code_2(run, args):
-    assert run(*args)[0] == 2
+def test_mistake_of_parsing_is_one_line_and_exit_code_2(run, args, words):
+    code, out, err = run(*args)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert all(word in err for word in words), err
+
+
+def test_no_verb_shows_the_help(run):
+    code, out, err = run()
+    assert code == 2
+    assert "Usage: " in out + err
+    assert " generate " in out + err
 
 
 def test_unknown_log_level_is_refused(run, monkeypatch):
@@ -185,6 +207,23 @@ def test_log_lines_carry_the_rank_of_a_worker(run, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert run("version")[0] == 0
     assert " rank 1 " in seen["format"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "rank", "word"),
+    [("abc", "0", "WORLD_SIZE=abc"), ("2", None, "RANK="), ("9" * 5000, "0", "WORLD_SIZE=9")],
+)
+def test_variables_of_a_worker_that_are_no_numbers_are_refused(
+    run, monkeypatch, world_size, rank, word
+):
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    code, _, err = run("version")
+    assert code == 2
+    assert err.startswith(f"error: {word}")
+    assert err.count("\n") == 1
 
 
 def test_train_passes_the_resolved_recipe_and_resume(run, room, tmp_path):
@@ -247,8 +286,28 @@ def test_compare_refuses_budgets_that_are_no_numbers(run, room):
     assert code == 2
     assert err == "error: --budgets 8,x: need whole numbers separated by commas, as in 8,16,32\n"
     assert calls == []
+    assert run("compare", "target", *flags, "9" * 5000)[0] == 2
     assert run("compare", "target", *flags, "8, 16")[0] == 0
     assert calls[0][1]["budgets"] == [8, 16]
+    assert run("compare", "target", *flags[:-1])[0] == 0
+    assert calls[1][1]["budgets"] == [8, 12, 16, 20, 32]
+
+
+@pytest.mark.parametrize("other", [("--no-drafter",), ("--drafter", "d", "--budget", 4)])
+def test_compare_refuses_budgets_beside_what_overrules_them(run, room, other):
+    calls = room("treespark.bench.compare", "run_compare")
+    flags = ["--prompts", "p", "--out", "o", "--budgets", 9]
+    code, _, err = run("compare", "target", *flags, *other)
+    assert code == 2
+    assert err.startswith("error: --budgets 9: contradicts --")
+    assert calls == []
+
+
+def test_export_onto_its_source_is_refused_before_loading(run, tmp_path):
+    (tmp_path / "d").mkdir()
+    code, _, err = run("export", tmp_path / "d", "--target", "none", "--out", tmp_path / "d")
+    assert code == 2
+    assert "is the drafter that is exported" in err
 
 
 def test_public_names_are_lazy_and_resolve():

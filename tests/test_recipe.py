@@ -2,6 +2,7 @@
 """Recipes: what is refused and with which words, paths, overrides, `extends`, and the dump."""
 
 import inspect
+import re
 import types
 import typing
 from pathlib import Path
@@ -158,7 +159,7 @@ def test_unknown_section_and_unknown_nested_key_are_refused(write):
         ("train.micro_batch=3", "global_batch 64 must be a multiple of micro_batch 3"),
         ("train.epochs=null", "give epochs, max_steps or both"),
         ("train.dtype=float16", "input should be 'bfloat16' or 'float32'"),
-        ("drafter.head_dim=97", "need >= 2 and a multiple of 2"),
+        ("drafter.head_dim=97", "need >= 2 and <= 4096 and a multiple of 2"),
         ("drafter.num_key_value_heads=4", "num_attention_heads 6 must be a multiple of"),
         ("drafter.block_size=x", "drafter.block_size: 'x' is not allowed: need >= 1 and <= 64"),
         ("drafter.mask_token_id=-1", "drafter.mask_token_id: -1 is not allowed: need >= 0"),
@@ -174,10 +175,93 @@ def test_unknown_section_and_unknown_nested_key_are_refused(write):
         ("train=3", "--set train=3: need section.key=value"),
         ("train.seed", "--set train.seed: need section.key=value"),
         ("train.seed=[", "the value is not YAML"),
+        ("train.seed=2024-13-45", "'2024-13-45' cannot be read as timestamp); quote it"),
+        ("train.seed=0x_", "'0x_' cannot be read as int"),
+        ("train.seed=!!int x", "'x' cannot be read as int"),
+        ("train.seed=!!int ''", "'' cannot be read as int"),
+        ("train.seed=!!bool abc", "'abc' cannot be read as bool"),
+        ("train.seed=!!float abc", "'abc' cannot be read as float"),
+        ("train.seed=!!timestamp abc", "'abc' cannot be read as timestamp"),
+        ("train.seed=" + "9" * 5000, "cannot be read as int"),
+        ("train.seed=0x" + "f" * 5000, "cannot be read as int"),
+        ("optim.lr=" + "1:" * 300 + "0.5", "cannot be read as float"),
+        ("data.continuations=&a [*a]", "aliases (*) are not allowed"),
+        ("losses.warmup=" + "{a: " * 1000, "nested too deeply"),
+        ("losses.warmup={1: 2}", "unknown key 'losses.warmup.1'"),
+        (
+            "target.model=~nosuchuser/x",
+            "--set: target.model: '~nosuchuser/x' is not allowed: no such",
+        ),
+        ('output.dir="a\\0"', "--set: output.dir: 'a\\x00' is not allowed"),
+        ('data.store="a\\ud800"', "--set: data.store: 'a\\ud800' is not allowed"),
+        ("drafter.intermediate_size=1000000000000", "need >= 1 and <= 1000000"),
+        ("train.global_batch=" + "9" * 23, "need >= 1 and <= 65536"),
     ],
 )
 def test_value_out_of_range_is_refused_with_what_is_allowed(write, override, words):
     assert words in refusal(write(MINIMAL), override)
+
+
+def number_fields(section):
+    for name, field in section.model_fields.items():
+        for annotation in (field.annotation, *typing.get_args(field.annotation)):
+            if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+                yield from number_fields(annotation)
+        # `int`, `int | None` and tuples of them; their bounds are in the text of the annotation.
+        if "int" in str(field.annotation) or field.annotation is int:
+            yield f"{section.__name__}.{name}", str(field)
+
+
+def test_every_integer_of_a_recipe_has_an_upper_bound():
+    fields = dict(number_fields(recipes.Recipe))
+    assert len(fields) > 20
+    assert [name for name, text in fields.items() if not re.search(r"\b(le|lt)=", text)] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where"),
+    [
+        (["policy.depth=8"], "--set: policy.depth 8"),
+        (["drafter.block_size=3"], "--set: policy.depth 7"),
+        (["drafter.num_key_value_heads=4"], "--set: drafter: num_attention_heads 6"),
+        (["losses.warmup={fraction: 0.5, ce: -1}"], "--set: losses.warmup.ce: -1"),
+        ([f"losses.{name}=0" for name in recipes.LossWeights.model_fields], "--set: losses: all"),
+    ],
+)
+def test_option_is_named_for_a_mistake_of_several_fields(write, overrides, where):
+    path = write(MINIMAL + "losses: {warmup: {fraction: 0.1, ce: 1}}\n")
+    assert refusal(path, *overrides).startswith(where)
+
+
+def test_file_and_line_are_named_for_a_mistake_of_several_fields(write):
+    path = write(MINIMAL.replace("heads: 2", "heads: 4"))
+    assert refusal(path, "drafter.block_size=8").startswith(f"{path}:4: drafter: num_attention")
+    shallow = write(MINIMAL.replace("head_dim: 96", "head_dim: 96\n  block_size: 5"))
+    assert refusal(shallow).startswith(f"{shallow}:7: policy.depth 7: allowed 1..5")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("target:\n  model: !!bool abc\n", ":2: bad YAML: 'abc' cannot be read as bool"),
+        ("a: 2024-13-45\n", ":1: bad YAML: '2024-13-45' cannot be read as timestamp"),
+        ("a: &a {b: *a}\n", ":1: bad YAML: aliases (*) are not allowed"),
+        ("a: " + "{b: " * 1000, ":1: bad YAML: nested too deeply"),
+        ("a: \0\n", ": bad YAML: unacceptable character #x0000"),
+        ("!!set {a, b}\n", ": need a mapping of sections"),
+        ("1: x\n", ":1: unknown key '1': known keys: target, "),
+        ("<<: {extends: 3}\n", ":1: unknown key '<<'"),
+        ("? [a]\n: 1\n", ":1: bad YAML: found unhashable key"),
+        ('extends: "a\\0"\n', ":1: extends: 'a\\x00' is not allowed"),
+        (
+            "data: {continuations: [~nosuchuser/x]}",
+            ":1: data.continuations: '~nosuchuser/x' is not",
+        ),
+    ],
+)
+def test_what_python_cannot_read_is_refused_with_file_and_line(write, text, words):
+    path = write(text)
+    assert refusal(path).startswith(f"{path}{words}")
 
 
 def test_all_loss_weights_zero_are_refused(write):

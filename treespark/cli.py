@@ -26,6 +26,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+# What the parser raises for every mistake on a command line: click's UsageError. From some release
+# on typer brings its own copy of click, of which it names only this subclass.
+_ParseError: Any = typer.BadParameter.__base__
+
 # Flags that several verbs share; names and meanings as in vLLM where it has them.
 Target = Annotated[
     Path, typer.Argument(metavar="TARGET", help="Hugging Face folder of the target model.")
@@ -49,6 +53,7 @@ Branching = Annotated[
 Budget = Annotated[
     int | None, typer.Option(help="Most nodes verified a round. Default: the drafter's config.")
 ]
+_BUDGETS = "8,12,16,20,32"
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
 
@@ -60,9 +65,19 @@ def _setup() -> None:
     levels = ("DEBUG", "INFO", "WARNING", "ERROR")
     if level not in levels:
         raise UsageError(f"TREESPARK_LOG_LEVEL={level}: allowed: {', '.join(levels)}")
-    rank = f" rank {os.environ['RANK']}" if int(os.environ.get("WORLD_SIZE") or 1) > 1 else ""
-    log_format = f"%(asctime)s %(levelname)s{rank} %(name)s: %(message)s"
+    log_format = f"%(asctime)s %(levelname)s{_rank()} %(name)s: %(message)s"
     logging.basicConfig(level=level, format=log_format)
+
+
+def _rank() -> str:
+    """What a log line says about its worker: nothing unless there are several."""
+    numbers = {name: os.environ.get(name) or "" for name in ("WORLD_SIZE", "RANK")}
+    several = numbers["WORLD_SIZE"] not in ("", "0", "1")
+    for name, text in numbers.items() if several else ():
+        # As many digits as any cluster needs; Python refuses to read thousands of them.
+        if not (text.isascii() and text.isdigit() and len(text) < 10):
+            raise UsageError(f"{name}={text}: need a whole number, as torchrun sets both variables")
+    return f" rank {numbers['RANK']}" if several and int(numbers["WORLD_SIZE"]) > 1 else ""
 
 
 @app.command()
@@ -204,8 +219,10 @@ def export(
 ) -> None:
     """Write a drafter with the target's embedding and head in it, in the DeepSpec layout."""
     from treespark.drafter.auto import load_drafter
+    from treespark.drafter.export import check_destination
     from treespark.target.model import TargetModel
 
+    check_destination(out, drafter)
     model = TargetModel.from_pretrained(target, device="cpu")
     loaded = load_drafter(
         drafter,
@@ -268,8 +285,9 @@ def compare(
     branching: Branching = None,
     budget: Budget = None,
     budgets: Annotated[
-        str, typer.Option(help="Budgets to compare, comma-separated.")
-    ] = "8,12,16,20,32",
+        str | None,
+        typer.Option(help=f"Budgets to compare, comma-separated. Default: {_BUDGETS}."),
+    ] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts taken from each file.")] = 8,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests decoded at a time.")] = 1,
     max_tokens: MaxTokens = 128,
@@ -282,17 +300,23 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Measure autoregressive decoding, chain, trees and plain HF generate on the same prompts."""
+    loaded = _drafter(drafter, no_drafter)
+    if budgets is not None and loaded is None:
+        raise UsageError(f"--budgets {budgets}: contradicts --no-drafter; give one of the two")
+    if budgets is not None and budget is not None:
+        raise UsageError(f"--budgets {budgets}: contradicts --budget {budget}; give one of the two")
+    chosen = _integers("--budgets", _BUDGETS if budgets is None else budgets)
     from treespark.bench.compare import run_compare
 
     run_compare(
         target=target,
-        drafter=_drafter(drafter, no_drafter),
+        drafter=loaded,
         prompts=prompt_files,
         num_prompts=num_prompts,
         depth=depth,
         branching=branching,
         budget=budget,
-        budgets=_integers("--budgets", budgets),
+        budgets=chosen,
         batch_size=batch_size,
         max_tokens=max_tokens,
         repeats=repeats,
@@ -327,15 +351,36 @@ def _drafter(folder: Path | None, no_drafter: bool) -> Path | None:
 def _integers(option: str, text: str) -> list[int]:
     """The numbers of a comma-separated list."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() for part in parts):
+    # Python refuses to read thousands of digits.
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
         raise UsageError(f"{option} {text}: need whole numbers separated by commas, as in 8,16,32")
     return [int(part) for part in parts]
 
 
+def _parse_message(problem: Any, args: list[str]) -> str:
+    """What is wrong with the command line, with the value of the option, which the parser omits."""
+    message = problem.format_message().rstrip(".")
+    options = getattr(getattr(problem, "param", None), "opts", ())
+    for place, arg in enumerate(args):
+        name, equals, value = arg.partition("=")
+        if name in options:
+            value = value if equals else " ".join(args[place + 1 : place + 2])
+            message = f"{name} {value}: {problem.message.removeprefix('Value error, ').rstrip('.')}"
+    hint = "" if problem.ctx is None else f" (see {problem.ctx.command_path} --help)"
+    return message + hint
+
+
 def main() -> None:
-    """Run the command line; a UsageError becomes one line on stderr and exit code 2."""
+    """Run the command line; a mistake of the user is one line on stderr and exit code 2."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False) or 0)
     except UsageError as problem:
-        typer.echo(f"error: {' '.join(str(problem).split())}", err=True)
-        sys.exit(2)
+        message = str(problem)
+    except _ParseError as problem:
+        if not sys.argv[1:]:
+            # Called without a verb: the help, as the parser itself shows it.
+            problem.show()
+            sys.exit(2)
+        message = _parse_message(problem, sys.argv[1:])
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    sys.exit(2)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import os
 import typing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -28,7 +29,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from treespark.errors import UsageError
-from treespark.yaml_source import Key, Origins, merge, parse_override, read_mapping
+from treespark.yaml_source import Key, Origins, absolute, merge, parse_override, read_mapping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,9 +47,21 @@ TargetDtype = Annotated[
     Literal["auto", "bfloat16", "float16", "float32"], BeforeValidator(_full_dtype_name)
 ]
 TrainDtype = Annotated[Literal["bfloat16", "float32"], BeforeValidator(_full_dtype_name)]
-Count = Annotated[int, Field(ge=1)]
+# Upper bounds are beyond any real use: a number with too many zeros should not end in an
+# allocation or a week of work.
+Count = Annotated[int, Field(ge=1, le=10**9)]
+CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
+BatchSize = Annotated[int, Field(ge=1, le=65536)]
 Weight = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class _ConflictError(ValueError):
+    """Values that do not go together, and the fields that hold them, from the section on."""
+
+    def __init__(self, message: str, *fields: str) -> None:
+        super().__init__(message)
+        self.fields = fields
 
 
 class Section(BaseModel):
@@ -65,6 +78,11 @@ class Section(BaseModel):
             raise ValueError(f"{value} is not allowed: not a field for true or false")
         return value
 
+    def _check_multiple(self, field: str, *, of: str) -> None:
+        value, unit = getattr(self, field), getattr(self, of)
+        if value % unit:
+            raise _ConflictError(f"{field} {value} must be a multiple of {of} {unit}", field, of)
+
 
 class TargetSection(Section):
     """The verified model: a Hugging Face folder and the dtype it runs in."""
@@ -76,35 +94,33 @@ class TargetSection(Section):
 class DrafterSection(Section):
     """Shape of the drafter. The four widths depend on the target and have no default."""
 
-    num_attention_heads: Count
-    num_key_value_heads: Count
-    head_dim: Annotated[int, Field(ge=2, multiple_of=2)]
-    intermediate_size: Count
+    num_attention_heads: Annotated[int, Field(ge=1, le=1024)]
+    num_key_value_heads: Annotated[int, Field(ge=1, le=1024)]
+    head_dim: Annotated[int, Field(ge=2, le=4096, multiple_of=2)]
+    intermediate_size: Annotated[int, Field(ge=1, le=1_000_000)]
     # Defaults from here on: the published 4B recipe (algorithms.md 1.1, 1.7).
     num_hidden_layers: Annotated[int, Field(ge=1, le=64)] = 5
     block_size: Annotated[int, Field(ge=1, le=64)] = 7
-    markov_rank: Annotated[int, Field(ge=0)] = 256
+    markov_rank: Annotated[int, Field(ge=0, le=65536)] = 256
     markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
-    target_layer_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(None, min_length=1)
-    mask_token_id: Annotated[int, Field(ge=0)] | None = None
+    target_layer_ids: tuple[Annotated[int, Field(ge=0, le=1000)], ...] | None = Field(
+        None, min_length=1
+    )
+    mask_token_id: CountOrZero | None = None
     rope_theta: Annotated[float, Field(gt=0)] | None = None
 
     @model_validator(mode="after")
     def _check_heads(self) -> DrafterSection:
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} must be a multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}"
-            )
+        self._check_multiple("num_attention_heads", of="num_key_value_heads")
         return self
 
 
 class PolicySection(Section):
     """The tree policy, for replay in training and for serving. `frontier` None is `branching`."""
 
-    depth: Count = 7
+    depth: Annotated[int, Field(ge=1, le=64)] = 7
     branching: Annotated[int, Field(ge=1, le=64)] = 4
     budget: Annotated[int, Field(ge=0, le=1024)] = 32
     frontier: Annotated[int, Field(ge=1, le=64)] | None = None
@@ -114,22 +130,22 @@ class DataSection(Section):
     """Continuations to train on, and how many anchors of each sequence are used."""
 
     continuations: tuple[Path, ...] = Field(min_length=1)
-    max_tokens: Annotated[int, Field(ge=2)] = 4096
+    max_tokens: Annotated[int, Field(ge=2, le=10**9)] = 4096
     features: Literal["online", "store"] = "online"
     store: Path | None = None
-    num_anchors: Count = 512
-    tree_anchors: Annotated[int, Field(ge=0)] = 128
-    holdout_rows: Annotated[int, Field(ge=0)] = 0
+    num_anchors: Annotated[int, Field(ge=1, le=65536)] = 512
+    tree_anchors: Annotated[int, Field(ge=0, le=65536)] = 128
+    holdout_rows: CountOrZero = 0
 
     @model_validator(mode="after")
     def _check_store(self) -> DataSection:
         if self.features == "store" and self.store is None:
-            raise ValueError("features: store needs data.store, the folder of the feature store")
+            needs = "features: store needs data.store, the folder of the feature store"
+            raise _ConflictError(needs, "features", "store")
         if self.tree_anchors > self.num_anchors:
-            raise ValueError(
-                f"tree_anchors {self.tree_anchors}: "
-                f"allowed 0..{self.num_anchors} (data.num_anchors)"
-            )
+            allowed = f"allowed 0..{self.num_anchors} (data.num_anchors)"
+            message = f"tree_anchors {self.tree_anchors}: {allowed}"
+            raise _ConflictError(message, "tree_anchors", "num_anchors")
         return self
 
 
@@ -145,7 +161,8 @@ class LossWeights(Section):
     @model_validator(mode="after")
     def _check_some(self) -> LossWeights:
         if not any(getattr(self, name) for name in LossWeights.model_fields):
-            raise ValueError("all loss weights are 0: at least one must be positive")
+            message = "all loss weights are 0: at least one must be positive"
+            raise _ConflictError(message, *LossWeights.model_fields)
         return self
 
 
@@ -159,7 +176,7 @@ class LossesSection(LossWeights):
     """Loss weights, and the constants of algorithms.md 2.2 and 2.5."""
 
     gamma: Annotated[float, Field(gt=0)] = 4.0
-    top_j: Count = 4
+    top_j: Annotated[int, Field(ge=1, le=1024)] = 4
     margin: Annotated[float, Field(ge=0)] = 1.0
     cap: Annotated[float, Field(gt=0)] = 4.0
     confidence_stop_gradient: bool = False
@@ -185,12 +202,12 @@ class TrainSection(Section):
 
     epochs: Count | None = None
     max_steps: Count | None = None
-    global_batch: Count = 64
-    micro_batch: Count = 1
+    global_batch: BatchSize = 64
+    micro_batch: BatchSize = 1
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     dtype: TrainDtype = "bfloat16"
     save_every: Count = 500
-    eval_every: Annotated[int, Field(ge=0)] = 500
+    eval_every: CountOrZero = 500
     # Rows of the vocabulary losses computed at a time: 64 blocks of 7 (training.md 4).
     chunk_rows: Count = 448
     # True stores the vocabulary logits between the passes: faster where memory allows it.
@@ -202,12 +219,8 @@ class TrainSection(Section):
     @model_validator(mode="after")
     def _check_length(self) -> TrainSection:
         if self.epochs is None and self.max_steps is None:
-            raise ValueError("give epochs, max_steps or both")
-        if self.global_batch % self.micro_batch:
-            raise ValueError(
-                f"global_batch {self.global_batch} must be a multiple of "
-                f"micro_batch {self.micro_batch}"
-            )
+            raise _ConflictError("give epochs, max_steps or both", "epochs", "max_steps")
+        self._check_multiple("global_batch", of="micro_batch")
         return self
 
 
@@ -232,10 +245,9 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _check_depth(self) -> Recipe:
         if self.policy.depth > self.drafter.block_size:
-            raise ValueError(
-                f"policy.depth {self.policy.depth}: "
-                f"allowed 1..{self.drafter.block_size} (drafter.block_size)"
-            )
+            allowed = f"allowed 1..{self.drafter.block_size} (drafter.block_size)"
+            message = f"policy.depth {self.policy.depth}: {allowed}"
+            raise _ConflictError(message, "policy.depth", "drafter.block_size")
         return self
 
 
@@ -267,11 +279,13 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         change: Any = value
         for part in reversed(key):
             change = {part: change}
-        _resolve_paths(change, Path.cwd())
-        values = merge(values, change)
         origins[key] = "--set"
+        if isinstance(value, dict):
+            origins.update({(*key, name): "--set" for name in value})
         for length in range(1, len(key)):
             origins.setdefault(key[:length], "--set")
+        _resolve_paths(change, Path.cwd(), origins)
+        values = merge(values, change)
     try:
         return Recipe.model_validate(values)
     except ValidationError as problem:
@@ -295,17 +309,19 @@ def _read(path: Path) -> tuple[dict[str, Any], Origins, Path | None]:
     base = values.pop("extends", None)
     if base is not None and not isinstance(base, str):
         raise UsageError(f"{origins['extends',]}: extends: need the file name of one recipe")
-    _resolve_paths(values, path.parent)
-    return values, origins, None if base is None else path.parent / base
+    _resolve_paths(values, path.parent, origins)
+    if base is None:
+        return values, origins, None
+    where = f"{origins['extends',]}: extends"
+    return values, origins, Path(absolute(base, path.parent, where))
 
 
-def _resolve_paths(values: dict[str, Any], folder: Path) -> None:
+def _resolve_paths(values: dict[str, Any], folder: Path, origins: Origins) -> None:
     for section, key in PATH_KEYS:
         part = values.get(section)
         if isinstance(part, dict) and key in part:
-            part[key] = _map_paths(
-                part[key], lambda text: os.path.abspath(folder / Path(text).expanduser())
-            )
+            where = f"{origins[section, key]}: {section}.{key}"
+            part[key] = _map_paths(part[key], partial(absolute, folder=folder, where=where))
 
 
 def _map_paths(value: Any, change: Callable[[str], str]) -> Any:
@@ -321,14 +337,13 @@ def _explain(problem: ValidationError, source: Path, origins: Origins) -> str:
     # A misspelt key is the likely reason of other complaints, as that the right one is missing.
     error = min(errors, key=lambda e: e["type"] != "extra_forbidden")
     key = tuple(str(part) for part in error["loc"])
-    prefixes = (key[:length] for length in range(len(key), 0, -1))
-    where = next((origins[prefix] for prefix in prefixes if prefix in origins), str(source))
+    where = _where(key, error, origins) or str(source)
     dotted = ".".join(key)
     if error["type"] == "extra_forbidden":
         fields = _section_fields(key[:-1])
         near = difflib.get_close_matches(key[-1], fields, n=1)
         hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(fields)}"
-        message = f"unknown key '{dotted}': {hint}"
+        message = f"unknown key {dotted!r}: {hint}"
     elif error["type"] == "missing":
         message = f"missing key '{dotted}'"
     elif error["type"] == "value_error":
@@ -336,6 +351,15 @@ def _explain(problem: ValidationError, source: Path, origins: Origins) -> str:
     else:
         message = f"{dotted}: {error['input']!r} is not allowed: {_allowed(key, error)}"
     return f"{where}: {message}" + (f" (and {len(errors) - 1} more)" if len(errors) > 1 else "")
+
+
+def _where(key: Key, error: ErrorDetails, origins: Origins) -> str | None:
+    """Where the mistake at `key` was made; of several fields an option's is the likely culprit."""
+    fields = getattr(error.get("ctx", {}).get("error"), "fields", ())
+    parts = [(*key, *field.split(".")) for field in fields]
+    prefixes = [key[:length] for length in range(len(key), 0, -1)]
+    places = [origins[k] for k in (*parts, *prefixes) if k in origins]
+    return "--set" if "--set" in places[: len(parts)] else next(iter(places), None)
 
 
 def _section_fields(key: Key) -> dict[str, FieldInfo]:

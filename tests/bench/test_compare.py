@@ -160,3 +160,27 @@ def test_bad_input_is_refused_and_nothing_is_written(folders, tmp_path):
         with pytest.raises(UsageError, match=word):
             run(folders | changes, out, **options)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("place", ["file", "file/x", "/proc/x", "y" * 300, "taken"])
+def test_folder_that_cannot_be_written_is_refused_before_loading(folders, tmp_path, place):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "taken" / "compare.json").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UsageError, match="--out"):
+        run(folders | {"target": tmp_path / "nowhere"}, tmp_path / place)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options", "word"),
+    [
+        (None, {"budget": 4}, "--budget 4: shapes the draft tree"),
+        ("d", {"budgets": [8, 9999]}, "--budgets 9999: need whole numbers in 0..1024"),
+    ],
+)
+def test_budgets_that_cannot_work_are_refused_before_loading(
+    folders, tmp_path, drafter, options, word
+):
+    with pytest.raises(UsageError, match=word):
+        run(folders | {"target": tmp_path / "no", "drafter": drafter}, tmp_path / "out", **options)

@@ -3,6 +3,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,10 +51,48 @@ def test_text_and_speed_are_printed(draft, capsys):
     assert "acceptance length" in printed
 
 
-@pytest.mark.parametrize(("prompts", "word"), [([], "PROMPT: missing"), ([""], "is empty")])
-def test_missing_and_empty_prompts_are_refused(prompts, word):
+@pytest.mark.parametrize(
+    ("prompts", "word"),
+    [
+        ([], "PROMPT: missing"),
+        ([""], "PROMPT '': is empty"),
+        (["hi", " \n"], r"PROMPT ' \\n': is empty"),
+        (["bad \udcff"], r"PROMPT 'bad \\udcff': is not UTF-8"),
+    ],
+)
+def test_missing_empty_and_unreadable_prompts_are_refused_before_loading(prompts, word, tmp_path):
     with pytest.raises(UsageError, match=word):
-        run_generate(text_target().path, None, prompts)
+        run_generate(tmp_path / "nowhere", None, prompts)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options", "word"),
+    [
+        (None, {"budget": 4}, "--budget 4: shapes the draft tree"),
+        (None, {"depth": 400}, "--depth 400: need an integer"),
+        (Path("d"), {"budget": 10**20}, f"--budget {10**20}: need an integer"),
+        (Path("d"), {"branching": 100_000}, "--branching 100000: need an integer"),
+    ],
+)
+def test_tree_options_that_cannot_work_are_refused_before_loading(drafter, options, word, tmp_path):
+    with pytest.raises(UsageError, match=word):
+        run_generate(tmp_path / "nowhere", drafter, ["hi"], **options)
+
+
+@pytest.mark.parametrize(
+    ("rows", "word"),
+    [
+        ([{"input_ids": [1, 99999]}], "p.jsonl:1: token id 99999, allowed: 0..271"),
+        ([{"prompt": " "}], "p.jsonl:1: the prompt is empty"),
+        ([{"prompt": "a", "id": [1]}], "p.jsonl:1: id: need a string"),
+        ([{"prompt": "a", "id": 1}, {"prompt": "b", "id": 1}], "p.jsonl:2: duplicate id '1'"),
+    ],
+)
+def test_bad_row_of_a_prompt_file_is_named_by_its_line(rows, word, tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UsageError, match=word):
+        run_generate(text_target().path, None, [], [path])
 
 
 def drawn(renderable) -> str:

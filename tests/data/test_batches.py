@@ -59,3 +59,23 @@ def test_bad_files_are_refused_by_line(tmp_path):
     path.write_text("")
     with pytest.raises(UsageError, match="0 of 0 rows usable"):
         load(path)
+
+
+@pytest.mark.parametrize("row_id", [["a"], {"a": 1}, 1.5, True, None])
+def test_id_that_is_no_string_or_integer_is_refused(tmp_path, row_id):
+    given = random_rows(2)
+    given[1]["id"] = row_id
+    with pytest.raises(UsageError, match=r"r\.jsonl:2: id: need a string or an integer, got "):
+        load(write(tmp_path / "r.jsonl", given))
+
+
+def test_integer_ids_are_taken(tmp_path):
+    given = [{**row, "id": i} for i, row in enumerate(random_rows(2))]
+    assert [row.id for row in load(write(tmp_path / "r.jsonl", given))[0]] == ["0", "1"]
+
+
+def test_rows_longer_than_the_targets_context_are_refused(tmp_path):
+    path = write(tmp_path / "r.jsonl", random_rows(2))
+    assert load(path, max_context=64)[0]
+    with pytest.raises(UsageError, match=r"data\.max_tokens 64: allowed 2\.\.63 \(context"):
+        load(path, max_context=63)

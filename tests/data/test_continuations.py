@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from treespark.data.continuations import run_continuations
 from treespark.data.interrupt import StopRequest
 from treespark.errors import UsageError
 from treespark.serving.engine import Engine
+from treespark.target.model import TargetModel
 from treespark.target.template import load_tokenizer, render_prompt
 
 MAX_TOKENS = 12
@@ -85,16 +87,17 @@ def test_success_error_and_skipped_sum_to_the_input(tmp_path, target_folder):
     rows.append({"id": "tokens", "input_ids": [5, 6, 7], "prompt": None})
     rows.append({"id": "foreign", "input_ids": [5, 100_000], "prompt": None})
     rows.append({"id": "empty", "input_ids": [], "prompt": None})
+    rows.append({"id": "blank", "prompt": " \n"})
     prompts = write_rows(tmp_path / "mixed.jsonl", rows)
     out = write_rows(tmp_path / "out.jsonl", [])
     report = _run(target_folder, prompts, out)
-    assert [error["id"] for error in report.errors] == ["long", "foreign", "empty"]
+    assert [error["id"] for error in report.errors] == ["long", "foreign", "empty", "blank"]
     assert "exceed the context of 256" in report.errors[0]["error"]
-    assert (report.num_input, report.num_success, report.num_skipped) == (7, 4, 0)
+    assert (report.num_input, report.num_success, report.num_skipped) == (8, 4, 0)
     assert _by_id(out)["tokens"]["prompt_token_ids"] == [5, 6, 7]
     assert _report(out)["finish_reasons"] == report.finish_reasons
     again = _run(target_folder, prompts, out)
-    assert (again.num_success, again.num_skipped, len(again.errors)) == (0, 4, 3)
+    assert (again.num_success, again.num_skipped, len(again.errors)) == (0, 4, 4)
 
 
 def test_rows_are_on_disk_in_the_round_in_which_they_end(tmp_path, target_folder, monkeypatch):
@@ -200,6 +203,7 @@ def test_batch_size_does_not_change_the_answers(done, tmp_path, target_folder):
         ([{"id": "a", "prompt": ["x"]}], r"prompts\.jsonl:1: prompt: need a string, got list"),
         ([{"id": "a", "prompt": "x"}] * 2, r"prompts\.jsonl:2: duplicate id 'a'"),
         ([{"id": "a", "prompt": "x" * 400}], "0 of 1 prompts are usable"),
+        ([{"id": "a", "prompt": ""}], "0 of 1 prompts are usable.*empty prompt"),
     ],
 )
 def test_bad_prompt_file_is_refused_and_nothing_is_written(tmp_path, target_folder, rows, message):
@@ -207,6 +211,18 @@ def test_bad_prompt_file_is_refused_and_nothing_is_written(tmp_path, target_fold
     with pytest.raises(UsageError, match=message):
         _run(target_folder, prompts, tmp_path / "out.jsonl")
     assert os.listdir(tmp_path) == ["prompts.jsonl"]
+
+
+@pytest.mark.parametrize("out", ["prompts.jsonl/x", "/proc/x", "", "prompts.jsonl", "folder"])
+def test_output_that_cannot_be_written_is_refused_before_the_model_is_loaded(
+    tmp_path, target_folder, out, monkeypatch
+):
+    monkeypatch.setattr(TargetModel, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    (tmp_path / "folder.report.json").mkdir()
+    path = tmp_path / out if out else Path(out)
+    with pytest.raises(UsageError, match=r"--out.*(cannot be written|also an input)"):
+        _run(target_folder, _prompts(tmp_path), path)
+    assert sorted(os.listdir(tmp_path)) == ["folder.report.json", "prompts.jsonl"]
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_tokens", 0), ("batch_size", 0)])

@@ -66,3 +66,25 @@ def test_a_failed_writer_leaves_nothing(target, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         StoredFeatures(target, tmp_path)(ROWS)
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+
+
+@pytest.mark.parametrize("folder", ["file", "file/inside/deep", "/proc/store"])
+def test_a_store_that_is_no_folder_is_refused_before_any_row(target, tmp_path, folder):
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(UsageError, match=f"data.store .*{folder}: cannot be written: "):
+        StoredFeatures(target, tmp_path / folder)
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_store_that_takes_no_files_is_read_but_not_written(target, tmp_path, monkeypatch):
+    store = StoredFeatures(target, tmp_path)
+    store(ROWS[:1])
+
+    def refuse(dir):
+        raise PermissionError(13, "Permission denied")
+
+    # As root, the tests' usual user, permission bits refuse nothing.
+    monkeypatch.setattr("treespark.data.jsonl.tempfile.TemporaryFile", refuse)
+    StoredFeatures(target, tmp_path)(ROWS[:1])
+    with pytest.raises(UsageError, match=r"data.store .*: cannot be written: Permission denied"):
+        store(ROWS)

@@ -93,6 +93,19 @@ def test_folder_that_is_a_file_is_a_usage_error(tmp_path):
         write_atomic(path / "out.jsonl", [b""])
 
 
+def test_atomic_write_replaces_nothing_but_a_regular_file(tmp_path):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    for name, kind in (("folder", "a folder"), ("pipe", "not a regular"), ("link", "not a reg")):
+        with pytest.raises(UsageError, match=f"{name}: cannot be written: it is {kind}"):
+            write_atomic(tmp_path / name, [b""])
+    for path in (Path(""), Path(".."), tmp_path / "new" / ".."):
+        with pytest.raises(UsageError, match="cannot be written: it is "):
+            write_atomic(path, [b""])
+    assert sorted(os.listdir(tmp_path)) == ["folder", "link", "pipe"]
+
+
 @pytest.mark.parametrize("cut", range(1, 14))
 def test_resume_after_a_cut_at_any_byte_rewrites_the_last_row(tmp_path, cut):
     rows = [{"id": "a"}, {"id": "bé"}]
@@ -133,6 +146,15 @@ def test_second_writer_of_a_file_is_refused(tmp_path, content):
         first.append([{"id": "b"}])
         with pytest.raises(UsageError, match="another process is writing"):
             JsonlAppender(path)
+
+
+def test_second_writer_of_a_file_that_both_found_new_is_refused(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with JsonlAppender(path) as first, JsonlAppender(path) as second:
+        first.append([{"id": "a"}])
+        with pytest.raises(UsageError, match="another process is writing"):
+            second.append([{"id": "a"}])
+    assert path.read_bytes() == encode({"id": "a"})
 
 
 _WRITER = """

@@ -252,6 +252,33 @@ def test_empty_input_and_output_over_an_input_are_refused(tmp_path, target_folde
         run_prompts([empty], tmp_path / "." / "empty.jsonl", target_folder)
 
 
+@pytest.mark.parametrize("name", ["o.jsonl", "o.jsonl.report.json"])
+@pytest.mark.parametrize("is_evaluation", [False, True])
+def test_output_and_report_over_a_file_that_is_read_are_refused(
+    tmp_path, target_folder, name, is_evaluation
+):
+    pool, source = _pool(tmp_path), write_rows(tmp_path / name, [{"prompt": "a"}])
+    content = source.read_bytes()
+    inputs, evaluation = (pool, [source]) if is_evaluation else ([*pool, source], [])
+    with pytest.raises(UsageError, match=f"--out .*{name} is also an input"):
+        run_prompts(inputs, tmp_path / "o.jsonl", target_folder, evaluation=evaluation)
+    assert source.read_bytes() == content
+    assert sorted(os.listdir(tmp_path)) == sorted(["co.jsonl", "ma.jsonl", name])
+
+
+def test_output_or_report_that_is_a_folder_is_refused_before_anything_is_written(
+    tmp_path, target_folder
+):
+    inputs, out = _pool(tmp_path), tmp_path / "out.jsonl"
+    for folder in (tmp_path, ""):
+        with pytest.raises(UsageError, match=r"--out .*: cannot be written: it is "):
+            run_prompts(inputs, type(out)(folder), target_folder)
+    report_path(out).mkdir()
+    with pytest.raises(UsageError, match=r"report of --out: .*: cannot be written: it is a folder"):
+        run_prompts(inputs, out, target_folder)
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("text", ["math", "math=x", "a=1=2", ""])
 def test_unreadable_shares_are_refused(text):
     with pytest.raises(UsageError, match="--shares"):

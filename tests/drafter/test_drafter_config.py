@@ -67,11 +67,27 @@ def test_default_taps_of_a_shallow_target_are_refused(n, m):
         ("tree", {"depth": 5, "branching": 4}),
         ("tree", {"depth": 6, "branching": 4, "budget": 8}),
         ("tree", {"depth": 5, "branching": 0, "budget": 8}),
+        ("tree", {"depth": 5, "branching": 10**7, "budget": 8}),
+        ("tree", {"depth": 5, "branching": 4, "budget": 10**6}),
+        ("num_hidden_layers", 10**9),
+        ("vocab_size", 10**12),
+        ("head_dim", 10**6),
+        ("block_size", 65),
+        ("markov_rank", 10**9),
+        ("max_position_embeddings", 5),
+        ("rope_theta", float("inf")),
+        ("rms_norm_eps", float("nan")),
+        ("initializer_range", 10**400),
     ],
 )
 def test_a_field_that_cannot_work_is_named(field, value):
     with pytest.raises(UsageError, match=rf"drafter config: {field}"):
         tiny_config(**{field: value})
+
+
+def test_absurd_number_of_layers_is_refused_before_their_taps_are_listed():
+    with pytest.raises(UsageError, match="drafter config: num_hidden_layers"):
+        tiny_config(num_hidden_layers=10**9, target_layer_ids=None)
 
 
 def test_confidence_on_markov_needs_a_markov_head():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders that do not fit or are damaged are refused in one line naming folder and field."""
 
+import json
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from tests.drafter.helpers import (
     tiny_target,
     zlab_folder,
 )
+from treespark.drafter.export import check_destination
 from treespark.drafter.loading import FROZEN_KEYS, TargetWeights
 from treespark.drafter.modeling import TreeSparkDrafter
 from treespark.errors import UsageError
@@ -162,7 +164,7 @@ def test_damaged_header_is_refused(own):
     refused(own, "model.safetensors cannot be read")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00", '{"a":' + "[" * 100_000])
 def test_damaged_config_is_refused(own, text):
     (own / "config.json").write_text(text)
     refused(own, r"config\.json")
@@ -170,6 +172,7 @@ def test_damaged_config_is_refused(own, text):
 
 def test_missing_folder_config_or_weights_are_refused(tmp_path, own):
     refused(tmp_path / "nowhere", "no such folder")
+    refused(tmp_path / ("x" * 5000), "no such folder")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "config.json is missing")
     (own / "model.safetensors").unlink()
@@ -201,3 +204,24 @@ def test_code_in_a_folder_is_never_run(tmp_path, own):
     edit_config(own, lambda c: c.update(auto_map={"AutoModel": "evil.Model"}))
     refused(own, "auto_map")
     assert not canary.exists()
+
+
+@pytest.mark.parametrize("name", [["x"], 3, "../own/model.safetensors"])
+def test_shard_names_that_are_none_are_refused(own, name):
+    (own / "model.safetensors").unlink()
+    (own / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    refused(own, "need names of safetensors files")
+
+
+@pytest.mark.parametrize("place", ["file/x", "/proc/x", "y" * 300])
+def test_destination_that_cannot_be_written_is_refused(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"drafter output .*: cannot be written"):
+        tiny_drafter().export_deepspec(tmp_path / place)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_export_onto_its_own_source_is_refused(own, deepspec):
+    check_destination(deepspec, own)
+    with pytest.raises(UsageError, match="is the drafter that is exported"):
+        check_destination(own.parent / "." / "own", own)

@@ -4,6 +4,7 @@
 import pytest
 
 from tests.serving_world import TEXT_VOCAB, drafter, requests_for, run, world
+from treespark import LLM
 from treespark.errors import UsageError
 from treespark.serving.engine import Engine
 from treespark.serving.scheduler import Request, SamplingParams
@@ -57,6 +58,7 @@ def add(prompt, name="r", **params):
             ["vocab_size", str(TEXT_VOCAB), "128"],
         ),
         (lambda: TreePolicy(branching=0), ["branching", "0"]),
+        (lambda: LLM(world().target).generate("bad \udcff"), ["\\udcff", "UTF-8"]),
     ],
 )
 def test_mistakes_are_named_with_value_and_limit(call, words):

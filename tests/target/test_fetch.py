@@ -93,6 +93,14 @@ def test_interrupted_fetch_leaves_no_folder(fake_row, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["weights.gguf"]
 
 
+@pytest.mark.parametrize("place", ["weights.gguf/x", "/proc/x", "y" * 300])
+def test_folder_that_cannot_be_made_is_refused(fake_row, tmp_path, place):
+    source, calls = fake_row
+    with pytest.raises(UsageError, match=r"output folder .*: cannot be written"):
+        fetch(NAME, tmp_path / place, source=source)
+    assert calls == []
+
+
 def test_damaged_folder_is_not_taken_for_whole(fake_row, tmp_path):
     source, _ = fake_row
     fetch(NAME, tmp_path / "out", source=source)

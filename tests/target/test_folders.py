@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Target folders: what is refused, with which words, and what identifies a target."""
 
+import copy
 import json
 import shutil
 
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from treespark.errors import UsageError
 from treespark.target.families import default_mask_token_id, default_target_layer_ids, family_of
 from treespark.target.model import TargetModel
+from treespark.target.template import load_tokenizer, render_prompt, user_turn_marks
 
 
 @pytest.fixture
@@ -93,7 +95,141 @@ def test_missing_tensor_is_refused_by_name(folder):
 
 def test_tensor_of_another_shape_is_refused(folder):
     edit(folder / "config.json", intermediate_size=64)
-    refuse(folder, "cannot load the weights")
+    refuse(folder, r"mlp\.down_proj\.weight is \[32, 48\], config\.json asks for \[32, 64\]")
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "words"),
+    [
+        (3, r"11 tensors are unexpected, first model\.layers\.3\.input_layernorm"),
+        (5, r"11 tensors are missing, first model\.layers\.4\.input_layernorm"),
+        (0, "num_hidden_layers is 0; need an integer"),
+    ],
+)
+def test_another_number_of_layers_is_refused_in_one_line(folder, capfd, num_layers, words):
+    edit(folder / "config.json", num_hidden_layers=num_layers, layer_types=None)
+    refuse(folder, words)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("extra", False),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", True),
+        ("lm_head.weight", True),
+    ],
+)
+def test_tensors_beyond_the_model_are_refused_but_for_tables_and_a_tied_head(folder, name, allowed):
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if allowed:
+        TargetModel.from_pretrained(folder, device="cpu")
+    else:
+        refuse(folder, "1 tensors are unexpected, first extra")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(
+            (name, value)
+            for name in ("vocab_size", "num_attention_heads")
+            for value in (0, -1, "x")
+        ),
+        *((name, None) for name in ("vocab_size", "max_position_embeddings")),
+        ("pad_token_id", 272),
+        ("num_key_value_heads", 0),
+        ("num_key_value_heads", 3),
+        ("num_hidden_layers", 10**9),
+        ("head_dim", 0),
+        ("head_dim", 7),
+        ("hidden_act", "nope"),
+        ("dtype", "foo"),
+        ("dtype", 3),
+        ("architectures", {"a": 1}),
+        ("architectures", 3),
+        ("model_type", ["llama"]),
+    ],
+)
+def test_config_value_that_cannot_work_is_refused_by_field(folder, field, value):
+    edit(folder / "config.json", **{field: value})
+    refuse(folder, field)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_type": "foo"}, "rope_type 'foo'.*allowed: default"),
+        ({"rope_theta": "x"}, "rope_theta 'x'"),
+        ({"rope_theta": 0}, "rope_theta 0"),
+        ({"rope_theta": None}, "rope_theta None"),
+        ({"rope_type": "linear", "factor": "x"}, "factor 'x'"),
+        ({"rope_type": "linear"}, "factor"),
+    ],
+)
+def test_rotary_positions_that_cannot_work_are_refused(folder, changes, words):
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    edit(folder / "config.json", rope_parameters=rope | changes)
+    refuse(folder, words)
+
+
+@pytest.mark.parametrize("value", ["x", [None], {}, -1, True])
+def test_stop_ids_that_are_no_ids_are_refused(folder, value):
+    edit(folder / "generation_config.json", eos_token_id=value)
+    refuse(folder, r"generation_config\.json: eos_token_id is")
+
+
+def test_json_without_end_to_its_nesting_is_refused(folder):
+    (folder / "config.json").write_text('{"a":' + "[" * 100_000)
+    refuse(folder, r"config\.json: not readable as JSON: nested too deeply")
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", ["x"], 3])
+def test_shards_outside_the_folder_are_refused(folder, name):
+    index = {"weight_map": {"a": name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refuse(folder, "weight_map needs names of files in this folder")
+
+
+def test_name_longer_than_the_system_allows_is_no_folder(tmp_path):
+    refuse(tmp_path / ("x" * 5000), "no such folder")
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [("tokenizer.json", "[]"), ("tokenizer_config.json", '{"tokenizer_class": 3}')],
+)
+def test_damaged_tokenizer_is_refused_when_it_is_needed(folder, file, text):
+    (folder / file).write_text(text)
+    target = TargetModel.from_pretrained(folder, device="cpu")
+    with pytest.raises(UsageError, match=r"target: no usable tokenizer: cannot be loaded"):
+        _ = target.tokenizer
+
+
+@pytest.mark.parametrize(
+    "template", ["{% if", "{{ nope.x }}", "{{ 1 / 0 }}", "{{ raise_exception('no') }}"]
+)
+def test_chat_template_that_fails_is_refused(qwen3, template):
+    tokenizer = copy.deepcopy(qwen3.ours.tokenizer)
+    tokenizer.chat_template = template
+    for use in (lambda: render_prompt(tokenizer, "hi"), lambda: user_turn_marks(tokenizer)):
+        with pytest.raises(UsageError, match="its chat template cannot render") as caught:
+            use()
+        assert "\n" not in str(caught.value)
+
+
+def test_text_that_is_not_utf_8_is_refused(qwen3):
+    with pytest.raises(UsageError, match="is not UTF-8 text"):
+        render_prompt(qwen3.ours.tokenizer, "bad \udcff")
+
+
+def test_folder_without_a_tokenizer_is_refused_without_a_warning(tmp_path, capfd):
+    (tmp_path / "config.json").write_text('{"model_type": "treespark"}')
+    with pytest.raises(UsageError, match=r"none of tokenizer\.json, .* is there$"):
+        load_tokenizer(tmp_path)
+    assert capfd.readouterr().err == ""
 
 
 def test_quantized_weights_are_refused(folder):

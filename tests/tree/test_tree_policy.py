@@ -232,7 +232,7 @@ def test_a_larger_budget_only_adds_nodes(num_values):
 
 
 def test_unlimited_frontier_packs_the_best_of_all_paths():
-    policy = TreePolicy(depth=3, branching=6, budget=20, frontier=1000)
+    policy = TreePolicy(depth=3, branching=6, budget=20, frontier=64)
     base, bias, anchors = random_tables(14, 1, policy.depth, 6, dtype=torch.float64)
     scores = {}
     for length in (1, 2, 3):
@@ -258,17 +258,24 @@ def test_unlimited_frontier_packs_the_best_of_all_paths():
         ("depth", 2.0),
         ("budget", True),
         ("branching", None),
+        ("depth", 65),
+        ("branching", 100_000),
+        ("frontier", 65),
+        ("budget", 1025),
+        ("budget", 10**20 - 1),
     ],
 )
 def test_a_wrong_policy_value_is_named(field, value):
-    with pytest.raises(UsageError, match=rf"--{field} {value!r}.*at least.*policy\.{field}"):
+    match = rf"--{field} {value!r}.*at least.*at most.*policy\.{field}"
+    with pytest.raises(UsageError, match=match):
         TreePolicy(**{field: value})
 
 
-def test_a_negative_budget_is_refused():
+@pytest.mark.parametrize("budget", [-1, 1025])
+def test_a_budget_out_of_range_is_refused(budget):
     pool = expand(lambda _, t: torch.zeros(1, 1, 3), torch.tensor([2]), TreePolicy(depth=1))
-    with pytest.raises(UsageError, match="--budget -1"):
-        pack(pool, -1)
+    with pytest.raises(UsageError, match=f"--budget {budget}"):
+        pack(pool, budget)
 
 
 def test_frontier_width_defaults_to_branching():

@@ -28,11 +28,14 @@ from treespark.bench.workload import (
     Prompt,
     batches,
     changed_policy,
+    check_policy_options,
     load_prompts,
     needed_length,
 )
+from treespark.data.jsonl import check_folder
 from treespark.errors import UsageError
 from treespark.serving.llm import load_pair
+from treespark.tree.policy import MAX_BUDGET
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from treespark.tree.policy import TreePolicy
 
 _WARMUP_TOKENS = 16
+_FILES = ("compare.json", "compare.svg", "compare.png")
 
 
 @dataclass
@@ -84,11 +88,15 @@ def run_compare(
     from autoregressive ones. Raises UsageError before anything runs for input that does not fit.
     """
     check_matplotlib()
+    check_policy_options(drafter, depth=depth, branching=branching, budget=budget)
+    for size in budgets:
+        if not 0 <= size <= MAX_BUDGET:
+            raise UsageError(f"--budgets {size}: need whole numbers in 0..{MAX_BUDGET}")
     _check_out(out)
     load_start = os.getloadavg()
     model, loaded = load_pair(target, drafter, dtype=dtype, device=device)
     policy = changed_policy(loaded, depth=depth, branching=branching, budget=budget)
-    some = load_prompts(prompts, model.tokenizer, num_prompts)
+    some = load_prompts(prompts, model, num_prompts)
     length = needed_length(some, max_tokens, model.max_context)
     methods = all_methods(
         model,
@@ -211,15 +219,25 @@ def _results(
 
 
 def _check_out(out: Path) -> None:
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"--out {out}: is a file; a folder is needed")
+    """Refuse, before anything is measured, a folder that the results cannot be written to."""
+    try:
+        out.stat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise UsageError(f"--out {out}: cannot be written: {error.strerror}") from None
+    check_folder(out, f"--out {out}")
+    for name in _FILES:
+        if (out / name).is_dir():
+            raise UsageError(f"--out {out}: {name} in it is a folder; choose another one")
 
 
 def _write(out: Path, result: dict[str, Any]) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    (out / "compare.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    for kind in ("svg", "png"):
-        plot_bars(result, out / f"compare.{kind}")
+    table, *plots = (out / name for name in _FILES)
+    table.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    for plot in plots:
+        plot_bars(result, plot)
 
 
 def _judge(result: dict[str, Any]) -> None:

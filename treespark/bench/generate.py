@@ -14,10 +14,16 @@ from rich.text import Text
 
 from treespark.bench.metrics import summarize
 from treespark.bench.statistics import mean_nodes
-from treespark.bench.workload import Prompt, changed_policy, load_prompts, needed_length
+from treespark.bench.workload import (
+    Prompt,
+    changed_policy,
+    check_policy_options,
+    load_prompts,
+    needed_length,
+)
 from treespark.errors import UsageError
 from treespark.serving.llm import LLM, SamplingParams, load_pair
-from treespark.target.template import render_prompt
+from treespark.target.template import check_utf8, render_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,15 +55,18 @@ def run_generate(
     """
     if not prompts and not prompt_files:
         raise UsageError("PROMPT: missing; give a text, or a file with --prompts")
-    if not all(prompts):
-        raise UsageError("PROMPT '': is empty; give a text")
+    for text in prompts:
+        check_utf8("PROMPT", text)
+        if not text.strip():
+            raise UsageError(f"PROMPT {text!r}: is empty; give a text")
+    check_policy_options(drafter, depth=depth, branching=branching, budget=budget)
     model, loaded = load_pair(target, drafter, dtype=dtype, device=device)
     policy = changed_policy(loaded, depth=depth, branching=branching, budget=budget)
     asked = [
         Prompt("", str(number), render_prompt(model.tokenizer, text))
         for number, text in enumerate(prompts)
     ]
-    asked += load_prompts(prompt_files, model.tokenizer)
+    asked += load_prompts(prompt_files, model)
     llm = LLM(
         model,
         loaded,

@@ -89,7 +89,7 @@ def _head(console: Console, title: str) -> None:
 def _show(console: Console, target: Path, drafter: Path, prompt_file: Path) -> None:
     """Decode one prompt and print its first trees."""
     model, loaded = load_pair(target, drafter)
-    (prompt,) = load_prompts([prompt_file], model.tokenizer, 1)
+    (prompt,) = load_prompts([prompt_file], model, 1)
     length = needed_length([prompt], _SHOWN_TOKENS, model.max_context)
     llm = LLM(model, loaded, max_num_seqs=1, max_model_len=length)
     asked = model.tokenizer.decode(prompt.token_ids, skip_special_tokens=True)

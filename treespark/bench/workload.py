@@ -6,20 +6,21 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from treespark.data.formats import first_user_turn
-from treespark.data.jsonl import iter_jsonl
+from treespark.data.jsonl import read_jsonl
 from treespark.errors import UsageError
 from treespark.serving.checks import default_policy
 from treespark.target.template import render_prompt, user_turn_marks
+from treespark.tree.policy import TreePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from treespark.drafter.auto import Drafter
-    from treespark.tree.policy import TreePolicy
+    from treespark.target.model import TargetModel
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,9 @@ class Prompt:
     token_ids: list[int]
 
 
-def load_prompts(files: Sequence[Path], tokenizer: Any, count: int | None = None) -> list[Prompt]:
+def load_prompts(
+    files: Sequence[Path], target: TargetModel, count: int | None = None
+) -> list[Prompt]:
     """Return the first `count` prompts of each file (None: all), files in the given order.
 
     Raises UsageError for a file that cannot be read, has no prompt, or shares its stem with another
@@ -42,23 +45,26 @@ def load_prompts(files: Sequence[Path], tokenizer: Any, count: int | None = None
     for path in files:
         if stems.count(path.stem) > 1:
             raise UsageError(f"--prompts {path}: two files are called {path.stem}; rename one")
-        found = _read(path, tokenizer, count)
+        found = _read(path, target, count)
         if not found:
             raise UsageError(f"--prompts {path}: no prompt in it")
         prompts += found
     return prompts
 
 
-def _read(path: Path, tokenizer: Any, count: int | None) -> list[Prompt]:
+def _read(path: Path, target: TargetModel, count: int | None) -> list[Prompt]:
     found: list[Prompt] = []
-    for number, row in iter_jsonl(path):
+    tokenizer, vocab_size = target.tokenizer, target.vocab_size
+    for number, row in read_jsonl(path):
         if count is not None and len(found) == count:
             break
         where = f"{path}:{number}"
         turn = first_user_turn(row, where, partial(user_turn_marks, tokenizer))
-        if not turn:
+        if not turn or (isinstance(turn, str) and not turn.strip()):
             raise UsageError(f"{where}: the prompt is empty")
         ids = render_prompt(tokenizer, turn) if isinstance(turn, str) else turn
+        if max(ids, default=0) >= vocab_size:
+            raise UsageError(f"{where}: token id {max(ids)}, allowed: 0..{vocab_size - 1}")
         found.append(Prompt(path.stem, str(row.get("id", where)), ids))
     return found
 
@@ -91,6 +97,23 @@ def changed_policy(
     drafter: Drafter | None, *, depth: int | None, branching: int | None, budget: int | None
 ) -> TreePolicy:
     """Return the drafter's own policy with the fields that were given replaced."""
-    given = {"depth": depth, "branching": branching, "budget": budget}
-    changes = {name: value for name, value in given.items() if value is not None}
+    changes = _given(depth, branching, budget)
     return dataclasses.replace(default_policy(drafter), **changes)
+
+
+def check_policy_options(
+    drafter: Path | None, *, depth: int | None, branching: int | None, budget: int | None
+) -> None:
+    """Refuse, before anything is loaded, numbers out of range, and any where there is no tree."""
+    given = _given(depth, branching, budget)
+    TreePolicy(**given)
+    if given and drafter is None:
+        name, value = next(iter(given.items()))
+        raise UsageError(
+            f"--{name} {value}: shapes the draft tree, there is none without a drafter"
+        )
+
+
+def _given(depth: int | None, branching: int | None, budget: int | None) -> dict[str, int]:
+    every = {"depth": depth, "branching": branching, "budget": budget}
+    return {name: value for name, value in every.items() if value is not None}

@@ -66,14 +66,25 @@ class Batch:
 
 
 def load_rows(
-    paths: Sequence[Path], *, max_tokens: int, block_size: int, vocab_size: int
+    paths: Sequence[Path],
+    *,
+    max_tokens: int,
+    block_size: int,
+    vocab_size: int,
+    max_context: int | None = None,
 ) -> tuple[list[Row], Counter[str]]:
     """Read continuation files into rows cut at `max_tokens`, and count what was dropped and why.
 
     Rows with fewer than 2 * block_size supervised tokens teach little. Rows with the tokens of an
-    earlier one could be trained on and held out at once. Raises UsageError for unreadable files,
-    an id twice, token ids outside the vocabulary, or when nothing is left.
+    earlier one could be trained on and held out at once. max_context: of the target, which knows
+    no positions beyond. Raises UsageError for a `max_tokens` above it, unreadable files, an id that
+    is no string or integer or comes twice, token ids outside the vocabulary, or when nothing is
+    left.
     """
+    if max_context is not None and max_tokens > max_context:
+        raise UsageError(
+            f"data.max_tokens {max_tokens}: allowed 2..{max_context} (context of the target)"
+        )
     rows: list[Row] = []
     dropped: Counter[str] = Counter()
     ids, contents = UniqueIds(), set[bytes]()

@@ -19,7 +19,14 @@ from rich.table import Table
 from tqdm import tqdm
 
 from treespark.data.interrupt import StopRequest
-from treespark.data.jsonl import JsonlAppender, Row, read_jsonl, write_json_atomic
+from treespark.data.jsonl import (
+    JsonlAppender,
+    Row,
+    check_out,
+    read_jsonl,
+    report_path,
+    write_json_atomic,
+)
 from treespark.errors import UsageError
 from treespark.target.template import load_tokenizer, render_prompt, template_fingerprint
 
@@ -80,6 +87,7 @@ def run_continuations(
     for name, value in (("--max-tokens", max_tokens), ("--batch-size", batch_size)):
         if value < 1:
             raise UsageError(f"{name} {value}: need at least 1")
+    check_out(out, [prompts])
     rows = _read_prompts(prompts)
     tokenizer = load_tokenizer(target)
     from treespark.serving.scheduler import SamplingParams
@@ -109,7 +117,7 @@ def run_continuations(
         report.num_skipped + report.num_success + len(report.errors)
     )
     assert report.is_complete or stop
-    write_json_atomic(out.with_name(out.name + ".report.json"), asdict(report))
+    write_json_atomic(report_path(out), asdict(report))
     _print(report, out)
     if not report.is_complete:
         raise SystemExit(stop.exit_code)
@@ -169,7 +177,11 @@ def _jobs(
     jobs: deque[Job] = deque()
     for row in rows:
         text = row.get("prompt")
-        ids = row["input_ids"] if text is None else render_prompt(tokenizer, text)
+        if text is None:
+            ids = row["input_ids"]
+        else:
+            # The template would make a question of nothing, too.
+            ids = render_prompt(tokenizer, text) if text.strip() else []
         error = _refusal(ids, model, max_tokens)
         if error is None:
             jobs.append(Job(row, ids))

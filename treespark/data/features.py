@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 
+from treespark.data.jsonl import check_folder
 from treespark.errors import UsageError
 
 if TYPE_CHECKING:
@@ -71,12 +72,16 @@ class OnlineFeatures:
 class StoredFeatures:
     """Reads rows from a folder of safetensors files, computing and writing those that are missing.
 
-    A file carries its row's name and a checksum. Raises UsageError for one that does not fit.
+    A file carries its row's name and a checksum. Raises UsageError for one that does not fit, at
+    once for a folder that cannot be made, and when a row is missing from one that takes no files.
     """
 
     def __init__(self, target: TargetModel, folder: Path) -> None:
         self._online = OnlineFeatures(target)
         self._folder = folder
+        # A folder that is there may be complete, and then need not take files.
+        if not os.path.isdir(folder):
+            check_folder(folder, f"data.store {folder}")
         self._device = target.device
         self._key = f"{target.fingerprint}|{list(target.target_layer_ids)}|{target.dtype}|v2"
         self._swept = False
@@ -93,7 +98,7 @@ class StoredFeatures:
 
     def _read(self, row: Row) -> tuple[Tensor, Tensor] | None:
         path = self.path(row)
-        if not path.exists():
+        if not os.path.exists(path):
             return None
         try:
             with safe_open(str(path), framework="pt") as file:
@@ -108,6 +113,7 @@ class StoredFeatures:
 
     def _write(self, row: Row) -> tuple[Tensor, Tensor]:
         path = self.path(row)
+        check_folder(path.parent, f"data.store {self._folder}")
         features, hidden = self._online.row(row)
         tensors = {
             "features": features.cpu().contiguous(),

@@ -8,7 +8,9 @@ Any other deviation is a `UsageError` that begins with `file:line:`, so no row i
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
@@ -94,12 +96,23 @@ class UniqueIds:
             raise UsageError(f"{where}: duplicate id {row_id!r}, first at {first}")
 
 
+def label(row: Row, key: str, where: str) -> str:
+    """Return a row's id, source or category as text; raises UsageError for another type."""
+    value = row[key]
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise UsageError(f"{where}: {key}: need a string or an integer, got {value!r}")
+    return str(value)
+
+
 def read_jsonl(path: Path, *, ignore_tail: bool = False) -> Iterator[tuple[int, Row]]:
-    """Yield what `iter_jsonl` yields; raises UsageError also for an `id` that came before."""
+    """Yield what `iter_jsonl` yields.
+
+    Raises UsageError also for an `id` that is no string or integer, or that came before.
+    """
     ids = UniqueIds()
     for number, row in iter_jsonl(path, ignore_tail=ignore_tail):
         if "id" in row:
-            ids.add(str(row["id"]), path, number)
+            ids.add(label(row, "id", f"{path}:{number}"), path, number)
         yield number, row
 
 
@@ -108,20 +121,67 @@ def encode(row: Row) -> bytes:
     return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
 
 
+def report_path(out: Path) -> Path:
+    """Return where the report of an output file lies."""
+    return out.with_name(out.name + ".report.json")
+
+
+def check_out(out: Path, inputs: Sequence[Path]) -> None:
+    """Raise UsageError unless `--out` and its report can be written and neither is an input."""
+    check_file(out, "--out ")
+    check_file(report_path(out), "report of --out: ")
+    sources = {os.path.realpath(path) for path in inputs}
+    for path in (out, report_path(out)):
+        if os.path.realpath(path) in sources:
+            raise UsageError(f"--out {out}: {path} is also an input")
+
+
+def check_file(path: Path, option: str = "") -> None:
+    """Raise UsageError, begun by `option`, unless a regular file can be made or replaced here."""
+    name = f"{option}{path}"
+    try:
+        is_free = stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        is_free = path.name != ".."
+    except OSError as error:
+        raise UsageError(f"{name}: cannot be written: {error.strerror}") from None
+    if not is_free:
+        kind = "a folder" if path.is_dir() else "not a regular file"
+        raise UsageError(f"{name}: cannot be written: it is {kind}")
+    check_folder(path.parent, name)
+
+
+def check_folder(folder: Path, name: str) -> None:
+    """Raise UsageError, begun by `name`, unless files can be made in a folder or one to come."""
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    try:
+        # The permission bits do not tell: root passes them all, and /proc takes no file at all.
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise UsageError(f"{name}: cannot be written: {error.strerror}") from None
+
+
 def open_for_writing(path: Path, mode: str) -> BinaryIO:
-    """Open a file in a folder that is made if need be; raises UsageError when that is refused."""
+    """Open a file in a folder that is made if need be; raises UsageError when that is refused.
+
+    mode `xb`: FileExistsError, for the caller to explain, when the file has come to be.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return cast("BinaryIO", path.open(mode))
     except OSError as error:
+        if mode == "xb" and isinstance(error, FileExistsError):
+            raise
         raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def write_atomic(path: Path, chunks: Iterable[bytes]) -> None:
     """Replace a file by these bytes, or leave it as it was if anything raises.
 
-    Raises UsageError when its folder cannot be made or written.
+    Raises UsageError when its folder cannot be made or written, and for a folder or a device.
     """
+    check_file(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     stream = open_for_writing(partial, "wb")
     try:
@@ -158,12 +218,16 @@ class JsonlAppender:
             self._stream.seek(_whole_lines_size(self._stream))
 
     def _open(self, mode: str) -> BinaryIO:
-        stream = open_for_writing(self.path, mode)
+        busy = UsageError(f"{self.path}: another process is writing this file")
+        try:
+            stream = open_for_writing(self.path, mode)
+        except FileExistsError:
+            raise busy from None
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             stream.close()
-            raise UsageError(f"{self.path}: another process is writing this file") from None
+            raise busy from None
         return stream
 
     def append(self, rows: Iterable[Row]) -> None:

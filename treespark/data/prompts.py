@@ -23,8 +23,11 @@ from treespark.data.formats import first_user_turn
 from treespark.data.jsonl import (
     Row,
     UniqueIds,
+    check_out,
     encode,
     iter_jsonl,
+    label,
+    report_path,
     write_atomic,
     write_json_atomic,
 )
@@ -83,7 +86,8 @@ def run_prompts(
     fraction, None to sample from all rows alike. evaluation: files whose prompts must not occur.
     Raises UsageError, and then neither file is written.
     """
-    _check_options(inputs, out, max_prompt_tokens, count, shares)
+    _check_options(inputs, max_prompt_tokens, count, shares)
+    check_out(out, [*inputs, *evaluation])
     report = PromptReport(
         [str(path) for path in inputs],
         [str(path) for path in evaluation],
@@ -104,11 +108,6 @@ def run_prompts(
     return report
 
 
-def report_path(out: Path) -> Path:
-    """Return where the report of an output file lies."""
-    return out.with_name(out.name + ".report.json")
-
-
 def parse_shares(text: str) -> dict[str, float]:
     """Return the shares that `paper` or `math=0.5,code=0.5` means; raises UsageError."""
     if text == "paper":
@@ -122,15 +121,12 @@ def parse_shares(text: str) -> dict[str, float]:
 
 def _check_options(
     inputs: Sequence[Path],
-    out: Path,
     max_prompt_tokens: int,
     count: int | None,
     shares: Mapping[str, float] | None,
 ) -> None:
     if not inputs:
         raise UsageError("prompts: need at least one input file")
-    if out.resolve() in {path.resolve() for path in inputs}:
-        raise UsageError(f"--out {out}: is also an input")
     if max_prompt_tokens < 1:
         raise UsageError(f"--max-prompt-tokens {max_prompt_tokens}: need at least 1")
     if count is not None and count < 1:
@@ -171,12 +167,7 @@ def _read_rows(inputs: Sequence[Path], tokenizer: Any, report: PromptReport) -> 
 
 def _label(row: Row, key: str, default: str, where: str) -> str:
     """Return a row's own id, source or category as a string, or the assigned one."""
-    value = row.get(key)
-    if value is None or value == "":
-        return default
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise UsageError(f"{where}: {key}: need a string or an integer, got {value!r}")
-    return str(value)
+    return default if row.get(key) in (None, "") else label(row, key, where)
 
 
 def _check_vocabulary(ids: list[int], tokenizer: Any, where: str) -> None:

@@ -10,9 +10,29 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from treespark.errors import UsageError
+from treespark.tree.policy import MAX_BRANCHING, MAX_BUDGET, MAX_DEPTH
 
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
-TREE_KEYS = ("depth", "branching", "budget")
+# Lowest and highest value of each key of `tree`.
+TREE_RANGES = {"depth": (1, MAX_DEPTH), "branching": (1, MAX_BRANCHING), "budget": (0, MAX_BUDGET)}
+# Largest sizes accepted. Far above any published drafter, and small enough that a damaged number is
+# refused before it costs memory or overflows a tensor's size.
+_LARGEST = {
+    "vocab_size": 2**20,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**20,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**12,
+    "max_position_embeddings": 2**24,
+    "block_size": MAX_DEPTH,
+    "num_target_layers": 1024,
+    "num_anchors": 2**20,
+}
+_LARGEST_RANK = 2**16
+# Also refuses infinity, and whole numbers that no float can hold.
+_LARGEST_REAL = 1e15
 
 
 class TreeSparkConfig(PretrainedConfig):
@@ -56,6 +76,8 @@ class TreeSparkConfig(PretrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Fill the derived defaults, then check every field."""
+        # First, as the default taps are as many as there are layers.
+        _check_sizes(self)
         if self.target_layer_ids is None:
             self.target_layer_ids = default_target_layer_ids(
                 self.num_target_layers, self.num_hidden_layers
@@ -95,15 +117,16 @@ def _is_int(value: object) -> bool:
 
 
 def _check_sizes(config: TreeSparkConfig) -> None:
-    positive = (
-        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-        "num_key_value_heads head_dim max_position_embeddings block_size num_target_layers "
-        "num_anchors"
-    )
-    for field in positive.split():
+    for field, largest in _LARGEST.items():
         value = getattr(config, field)
-        if not _is_int(value) or value < 1:
-            _refuse(field, value, "an integer of at least 1 is needed")
+        if not _is_int(value) or not 1 <= value <= largest:
+            _refuse(field, value, f"an integer in 1..{largest} is needed")
+    if config.max_position_embeddings < config.block_size + 1:
+        _refuse(
+            "max_position_embeddings",
+            config.max_position_embeddings,
+            f"a block needs {config.block_size + 1} positions (block_size and the anchor)",
+        )
     if config.num_attention_heads % config.num_key_value_heads:
         _refuse(
             "num_key_value_heads",
@@ -114,7 +137,8 @@ def _check_sizes(config: TreeSparkConfig) -> None:
         _refuse("head_dim", config.head_dim, "rotary positions need an even number")
     for field in ("rms_norm_eps", "rope_theta", "initializer_range"):
         value = getattr(config, field)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= _LARGEST_REAL:
             _refuse(field, value, "a positive number is needed")
     if config.hidden_act != "silu":
         _refuse("hidden_act", config.hidden_act, "only 'silu' is supported")
@@ -142,8 +166,8 @@ def _check_heads(config: TreeSparkConfig) -> None:
         _refuse(
             "mask_token_id", config.mask_token_id, f"need 0..{config.vocab_size - 1} (vocab_size)"
         )
-    if not _is_int(config.markov_rank) or config.markov_rank < 0:
-        _refuse("markov_rank", config.markov_rank, "need 0 (no Markov head) or more")
+    if not _is_int(config.markov_rank) or not 0 <= config.markov_rank <= _LARGEST_RANK:
+        _refuse("markov_rank", config.markov_rank, f"need 0 (no Markov head) to {_LARGEST_RANK}")
     if config.markov_head_type not in MARKOV_HEAD_TYPES:
         _refuse(
             "markov_head_type", config.markov_head_type, f"one of {', '.join(MARKOV_HEAD_TYPES)}"
@@ -158,13 +182,12 @@ def _check_heads(config: TreeSparkConfig) -> None:
 
 def _check_tree(config: TreeSparkConfig) -> None:
     tree = config.tree
-    if not isinstance(tree, dict) or sorted(tree) != sorted(TREE_KEYS):
-        _refuse("tree", tree, f"need exactly the keys {', '.join(TREE_KEYS)}")
+    if not isinstance(tree, dict) or sorted(tree) != sorted(TREE_RANGES):
+        _refuse("tree", tree, f"need exactly the keys {', '.join(TREE_RANGES)}")
     assert tree is not None  # for the type checker
-    lowest = {"depth": 1, "branching": 1, "budget": 0}
-    for key in TREE_KEYS:
-        if not _is_int(tree[key]) or tree[key] < lowest[key]:
-            _refuse(f"tree.{key}", tree[key], f"an integer of at least {lowest[key]} is needed")
+    for key, (lowest, highest) in TREE_RANGES.items():
+        if not _is_int(tree[key]) or not lowest <= tree[key] <= highest:
+            _refuse(f"tree.{key}", tree[key], f"an integer in {lowest}..{highest} is needed")
     if tree["depth"] > config.block_size:
         _refuse("tree.depth", tree["depth"], f"at most block_size ({config.block_size})")
 

@@ -99,9 +99,12 @@ def _dtype_name(tensors: dict[str, Tensor]) -> str:
 
 def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Write config.json and model.safetensors to a temporary sibling and rename it to `folder`."""
-    _check_destination(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    check_destination(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    except OSError as error:
+        raise _unwritable(folder, error) from None
     try:
         # mkdtemp makes a private folder; the result gets the usual permissions.
         work.chmod(0o777 & ~_umask())
@@ -126,10 +129,19 @@ def _umask() -> int:
     return mask
 
 
-def _check_destination(folder: Path) -> None:
-    """Allow a new or empty folder, or one that already holds a drafter."""
-    if not folder.exists():
+def check_destination(folder: Path, source: Path | None = None) -> None:
+    """Allow a new or empty folder, or one that already holds another drafter than `source`.
+
+    source: the folder that is exported, if any. Raises UsageError for any other destination.
+    """
+    try:
+        folder.stat()
+    except FileNotFoundError:
         return
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+    if source is not None and os.path.exists(source) and folder.samefile(source):
+        raise UsageError(f"--out {folder}: is the drafter that is exported; choose another folder")
     if not folder.is_dir():
         raise UsageError(f"drafter output {folder}: it is a file; need a folder")
     if not any(folder.iterdir()):
@@ -143,6 +155,10 @@ def _check_destination(folder: Path) -> None:
         raise UsageError(
             f"drafter output {folder}: it exists and holds no drafter; choose a new or empty folder"
         )
+
+
+def _unwritable(folder: Path, error: OSError) -> UsageError:
+    return UsageError(f"drafter output {folder}: cannot be written: {error.strerror}")
 
 
 def _replace(work: Path, folder: Path) -> None:

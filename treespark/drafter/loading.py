@@ -7,6 +7,7 @@ only; nothing is ever initialised at random and no code in a folder is run.
 
 import json
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,14 +140,17 @@ def _refusal(folder: Path, field: str, value: object, reason: str) -> UsageError
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    if not folder.is_dir():
+    # Unlike Path.is_dir this says no, too, where the system refuses the name itself.
+    if not os.path.isdir(folder):
         raise UsageError(f"drafter {folder}: no such folder")
     path = folder / name
     if not path.is_file():
         raise UsageError(f"drafter {folder}: {name} is missing; not a drafter folder")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except RecursionError:
+        raise UsageError(f"drafter {folder}: {name} is nested too deeply") from None
+    except (OSError, ValueError) as error:
         raise UsageError(f"drafter {folder}: {name} is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise UsageError(f"drafter {folder}: {name} must hold one JSON object")
@@ -301,10 +305,14 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 def _shard_names(folder: Path) -> list[str]:
     weight_map = _read_json(folder, INDEX_NAME).get("weight_map")
-    names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
-    if not names or any(Path(n).name != n or not n.endswith(".safetensors") for n in names):
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not names or not all(map(_is_shard_name, names)):
         raise _refusal(folder, f"{INDEX_NAME} weight_map", names, "need names of safetensors files")
-    return names
+    return sorted(set(names))
+
+
+def _is_shard_name(name: object) -> bool:
+    return isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")
 
 
 def check_tensors(

@@ -13,7 +13,7 @@ from treespark.errors import UsageError
 from treespark.serving.engine import Engine
 from treespark.serving.scheduler import Request, RequestOutput, SamplingParams
 from treespark.target.model import TargetModel
-from treespark.target.template import render_prompt
+from treespark.target.template import check_utf8, render_prompt
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +89,7 @@ class LLM:
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of one prompt. Raises UsageError for an empty or mixed one."""
         if isinstance(prompt, str):
+            check_utf8("prompt", prompt)
             return list(self.target.tokenizer(prompt)["input_ids"])
         if prompt and all(isinstance(part, Mapping) for part in prompt):
             return render_prompt(self.target.tokenizer, prompt)  # type: ignore[arg-type]

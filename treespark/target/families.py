@@ -71,17 +71,22 @@ _LAYER_REASONS = {
 # These rescale the rotary frequencies by the longest position of a forward: the rows of a request
 # would depend on what else is in the batch.
 _REFUSED_ROPE = ("dynamic", "longrope")
+_ROPE = ("default", "linear", "llama3", "yarn")
+# Far above any real base or factor; also refuses infinity.
+_LARGEST_ROPE_NUMBER = 1e15
 
 
 def check_model_type(model_type: object) -> TargetFamily:
     """Return the family's row. Raises UsageError for a refused type, with the reason, or an unknown
     one."""
-    if model_type in REFUSED:
-        raise UsageError(f"target model_type {model_type!r}: refused, {REFUSED[str(model_type)]}")
-    if model_type not in FAMILIES:
+    # Anything may stand in a config, also what no dict can look up.
+    name = model_type if isinstance(model_type, str) else ""
+    if name in REFUSED:
+        raise UsageError(f"target model_type {model_type!r}: refused, {REFUSED[name]}")
+    if name not in FAMILIES:
         allowed = ", ".join(sorted(FAMILIES))
         raise UsageError(f"target model_type {model_type!r}: not supported, allowed: {allowed}")
-    return FAMILIES[str(model_type)]
+    return FAMILIES[name]
 
 
 def family_of(config: Any) -> TargetFamily:
@@ -99,12 +104,27 @@ def family_of(config: Any) -> TargetFamily:
     window = getattr(config, "sliding_window", None)
     if window is not None:
         raise UsageError(f"{name}: refused, sliding_window {window} (allowed: null): {_SLIDING}")
-    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    _check_rope(name, getattr(config, "rope_parameters", None) or {})
+    return family
+
+
+def _check_rope(name: str, rope: dict[str, Any]) -> None:
+    """Refuse rotary positions that do not run or that have numbers without a meaning."""
+    rope_type = rope.get("rope_type", "default")
     if rope_type in _REFUSED_ROPE:
         raise UsageError(
             f"{name}: refused, rope_type {rope_type!r} depends on the longest position in a batch"
         )
-    return family
+    if rope_type not in _ROPE:
+        raise UsageError(
+            f"{name}: rope_type {rope_type!r}: not supported, allowed: {', '.join(_ROPE)}"
+        )
+    for field, value in rope.items():
+        switch = value is None or isinstance(value, bool)
+        if field in ("rope_type", "type") or (switch and field != "rope_theta"):
+            continue
+        if switch or not isinstance(value, (int, float)) or not 0 < value <= _LARGEST_ROPE_NUMBER:
+            raise UsageError(f"{name}: rope_parameters.{field} {value!r}: need a positive number")
 
 
 def default_target_layer_ids(num_layers: int, num_taps: int) -> list[int]:

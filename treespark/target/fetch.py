@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treespark.errors import UsageError
-from treespark.target.folder import read_json
+from treespark.target.checks import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,18 +68,14 @@ def fetch(
     row, out = EMBEDDED_TARGETS[name], Path(out_dir)
     if _is_complete(out, row):
         return out
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if os.path.exists(out) and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(
             f"output folder {out}: holds something else than a whole {name}; "
             "give a new or empty folder"
         )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        _located(row, source) as gguf_path,
-        tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as tmp,
-    ):
+    with _located(row, source) as gguf_path, _temporary_sibling(out) as tmp:
         _check_sha256(gguf_path, row)
-        partial = Path(tmp) / "folder"
+        partial = tmp / "folder"
         partial.mkdir()
         convert_gguf(gguf_path, partial)
         sizes = {p.name: p.stat().st_size for p in sorted(partial.iterdir())}
@@ -123,7 +119,7 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
 def _is_complete(out: Path, row: EmbeddedTarget) -> bool:
     """True when `out` holds the record of this row and every file with the recorded size."""
     record_path = out / RECORD
-    if not record_path.is_file():
+    if not os.path.isfile(record_path):
         return False
     record = read_json(record_path, "fetch record")
     if record.get("sha256") != row.sha256:
@@ -132,6 +128,18 @@ def _is_complete(out: Path, row: EmbeddedTarget) -> bool:
         (out / file).is_file() and (out / file).stat().st_size == n
         for file, n in record["files"].items()
     )
+
+
+@contextmanager
+def _temporary_sibling(out: Path) -> Iterator[Path]:
+    """Yield a folder beside `out` that is removed again. Raises UsageError where none can be."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        sibling = tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.")
+    except OSError as error:
+        raise UsageError(f"output folder {out}: cannot be written: {error.strerror}") from None
+    with sibling as name:
+        yield Path(name)
 
 
 @contextmanager

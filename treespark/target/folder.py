@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,13 +15,10 @@ from safetensors import SafetensorError, safe_open
 
 from treespark.errors import UsageError
 from treespark.target.attention import ATTENTION_NAME
-from treespark.target.families import check_model_type
+from treespark.target.checks import check_config, read_json, token_id_set
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
-
-    from transformers import PreTrainedTokenizerBase
 
 # Config fields that change what the model computes; dtype and library version do not belong here.
 _ESSENTIALS = (
@@ -38,35 +37,26 @@ _ESSENTIALS = (
 )
 
 
-def read_json(path: Path, what: str) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises UsageError when there is none that can be read."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"{what} {path}: no such file") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{what} {path}: not readable as JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UsageError(f"{what} {path}: expected a JSON object")
-    return content
-
-
 def check_folder(path: Path) -> list[Path]:
     """Return the safetensors files of a model folder.
 
     Raises UsageError for a missing folder, a missing or unusable config.json, custom code
     (`auto_map`), weights that exist only as pickles, a missing shard, and a file that is not whole.
     """
-    if not path.is_dir():
+    # Unlike Path.is_dir this says no, too, where the system refuses the name itself.
+    if not os.path.isdir(path):
         raise UsageError(f"target {path}: no such folder (a local Hugging Face model is expected)")
-    _check_config(path / "config.json")
+    check_config(path / "config.json")
     index = path / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.is_file():
         weight_map = read_json(index, "target").get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise UsageError(f"target {index}: weight_map is missing or empty")
-        names = sorted({str(name) for name in weight_map.values()})
+        found = weight_map.values()
+        if not all(isinstance(n, str) and Path(n).name == n for n in found):
+            raise UsageError(f"target {index}: weight_map needs names of files in this folder")
+        names = sorted(set(found))
     missing = [name for name in names if not (path / name).is_file()]
     if missing:
         pickles = sorted(
@@ -85,40 +75,38 @@ def check_folder(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
-def _check_config(path: Path) -> None:
-    """Refuse what can be told from config.json alone."""
-    config = read_json(path, "target")
-    for other in ("tokenizer_config.json", "generation_config.json"):
-        if (path.parent / other).is_file():
-            config = {**read_json(path.parent / other, "target"), **config}
-    if "auto_map" in config:
-        raise UsageError(f"target {path.parent}: auto_map asks for custom code, which is never run")
-    if "quantization_config" in config:
-        raise UsageError(
-            f"target {path}: quantization_config is set, only plain weights are supported"
-        )
-    check_model_type(config.get("model_type"))
-    architectures = config.get("architectures")
-    if architectures and not str(architectures[0]).endswith("ForCausalLM"):
-        raise UsageError(f"target {path}: architectures {architectures}, allowed: a ...ForCausalLM")
-
-
 def load_config(path: Path) -> Any:
     """Return the folder's transformers config. Raises UsageError when its fields do not fit."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
+    from transformers.activations import ACT2FN
 
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        raise UsageError(f"target {path / 'config.json'}: {_one_line(error)}") from None
+    with _quiet():
+        try:
+            config = AutoConfig.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False
+            )
+        except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
+            raise UsageError(f"target {path / 'config.json'}: {_one_line(error)}") from None
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head_dim < 2 or head_dim % 2:
+        raise UsageError(
+            f"target {path / 'config.json'}: head_dim is {head_dim}; rotary positions need an even "
+            "number"
+        )
+    if config.hidden_act not in ACT2FN:
+        raise UsageError(
+            f"target {path / 'config.json'}: hidden_act is {config.hidden_act!r}; "
+            "need an activation that transformers knows, as silu"
+        )
+    return config
 
 
 def load_weights(path: Path, config: Any, dtype: torch.dtype) -> Any:
     """Return the causal LM with our attention. Raises UsageError when tensors do not fit."""
     from transformers import AutoModelForCausalLM
 
-    with _no_progress_bar():
+    with _quiet():
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
                 path,
@@ -129,41 +117,50 @@ def load_weights(path: Path, config: Any, dtype: torch.dtype) -> Any:
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
+                # Listed in `info` instead of only in a report of many lines.
+                ignore_mismatched_sizes=True,
             )
         except (RuntimeError, ValueError, OSError) as error:
             raise UsageError(
                 f"target {path}: cannot load the weights: {_one_line(error)}"
             ) from None
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise UsageError(f"target {path}: {len(missing)} tensors are missing, first {missing[0]}")
+    _check_tensors(path, info)
     return model
 
 
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Return the folder's tokenizer. Raises UsageError when it has none that works."""
-    from transformers import AutoTokenizer
+def _check_tensors(path: Path, info: dict[str, Any]) -> None:
+    """Refuse tensors that are not exactly the model's: the rest would compute another model.
 
-    # Without any of these transformers makes up an empty tokenizer.
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
-    if not any((path / name).is_file() for name in names):
-        raise UsageError(f"target {path}: no usable tokenizer: none of {', '.join(names)}")
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"target {path}: no usable tokenizer: {_one_line(error)}") from None
+    info: what transformers lists, without what it leaves out on purpose (rotary tables, a tied
+    head).
+    """
+    for names, word in ((info["missing_keys"], "missing"), (info["unexpected_keys"], "unexpected")):
+        if names:
+            raise UsageError(
+                f"target {path}: {len(names)} tensors are {word}, first {min(names)}; "
+                "config.json and weights must fit"
+            )
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        raise UsageError(
+            f"target {path}: {name} is {list(found)}, config.json asks for {list(wanted)}"
+        )
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Keep transformers from drawing a bar: whoever calls the library decides what is shown."""
+def _quiet() -> Iterator[None]:
+    """Keep transformers from drawing bars and from logging reports of many lines.
+
+    Whoever calls the library decides what is shown, and what is wrong here ends in a UsageError.
+    """
     from transformers.utils import logging
 
-    enabled = logging.is_progress_bar_enabled()
+    enabled, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if enabled:
             logging.enable_progress_bar()
 
@@ -174,17 +171,16 @@ def _one_line(error: Exception) -> str:
 
 
 def eos_token_ids(path: Path, config: Any) -> set[int]:
-    """Return the ids that end an answer: of generation_config.json, else config.json, else none."""
-    value = None
-    if (path / "generation_config.json").is_file():
-        value = read_json(path / "generation_config.json", "target").get("eos_token_id")
+    """Return the ids that end an answer: of generation_config.json, else config.json, else none.
+
+    Raises UsageError naming the file when it holds anything but ids there.
+    """
+    file, value = path / "generation_config.json", None
+    if file.is_file():
+        value = read_json(file, "target").get("eos_token_id")
     if value is None:
-        value = getattr(config, "eos_token_id", None)
-    return (
-        set()
-        if value is None
-        else {int(i) for i in (value if isinstance(value, list) else [value])}
-    )
+        file, value = path / "config.json", getattr(config, "eos_token_id", None)
+    return token_id_set(file, "eos_token_id", value)
 
 
 def fingerprint(config: Any, files: list[Path]) -> str:

@@ -27,10 +27,10 @@ from treespark.target.folder import (
     eos_token_ids,
     fingerprint,
     load_config,
-    load_tokenizer,
     load_weights,
 )
 from treespark.target.kv_cache import KVCache, TargetState
+from treespark.target.template import open_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -154,7 +154,7 @@ class TargetModel:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The folder's tokenizer. Raises UsageError when it has none."""
-        return load_tokenizer(self.path)
+        return open_tokenizer(self.path, "target")
 
     def set_taps(self, target_layer_ids: Sequence[int]) -> None:
         """Tap the outputs of these decoder layers: id i is Hugging Face's hidden_states[i + 1].

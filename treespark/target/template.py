@@ -7,6 +7,7 @@ tokens but the template's own.
 """
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,19 +25,36 @@ def load_tokenizer(folder: Path) -> Any:
 
     Raises UsageError when the folder is missing, holds no tokenizer or has no chat template.
     """
-    from transformers import AutoTokenizer
-
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise UsageError(f"tokenizer {folder}: no such folder")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"tokenizer {folder}: cannot be loaded: {reason}") from None
+    tokenizer = open_tokenizer(folder, "tokenizer")
     _chat_template(tokenizer)
     return tokenizer
+
+
+def open_tokenizer(folder: Path, what: str) -> Any:
+    """Return the tokenizer of a folder, with a chat template or without.
+
+    what: the folder's role, for messages. Raises UsageError when it has no tokenizer that works.
+    """
+    from transformers import AutoTokenizer
+
+    # Without any of these transformers makes up an empty tokenizer.
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    refusal = f"{what} {folder}: no usable tokenizer: cannot be loaded"
+    if not any((folder / name).is_file() for name in names):
+        raise UsageError(f"{refusal}: none of {', '.join(names)} is there")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    # The tokenizers library raises plain Exception, and transformers' own conversions of a damaged
+    # file raise whatever its fields lead to.
+    except Exception as error:
+        raise UsageError(f"{refusal}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    """Return kind and message of an error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _chat_template(tokenizer: Any) -> str:
@@ -59,16 +77,36 @@ def render_text(tokenizer: Any, prompt: str | Messages) -> str:
     `enable_thinking` gets it as False; others never read the variable.
     """
     _chat_template(tokenizer)
-    rendered: str = tokenizer.apply_chat_template(
-        _messages(prompt), tokenize=False, add_generation_prompt=True, enable_thinking=False
-    )
+    return _apply(tokenizer, _messages(prompt), add_generation_prompt=True, enable_thinking=False)
+
+
+def _apply(tokenizer: Any, messages: list[dict[str, str]], **switches: bool) -> str:
+    """Return what the chat template makes of messages. Raises UsageError where it fails."""
+    try:
+        rendered: str = tokenizer.apply_chat_template(messages, tokenize=False, **switches)
+    # A template is a program out of the folder: it can raise any error of jinja2 and of Python.
+    except Exception as error:
+        folder = getattr(tokenizer, "name_or_path", "")
+        raise UsageError(
+            f"tokenizer {folder}: its chat template cannot render the prompt: {_reason(error)}"
+        ) from None
     return rendered
+
+
+def check_utf8(what: str, text: str) -> None:
+    """Raise UsageError for text that UTF-8 cannot spell, as bytes of a command line that were not
+    UTF-8: no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{what} {text!r}: is not UTF-8 text") from None
 
 
 def render_prompt(tokenizer: Any, prompt: str | Messages) -> list[int]:
     """Return the token ids of a prompt, generation prompt included, as `render_text` spells it."""
-    encoded = tokenizer(render_text(tokenizer, prompt), add_special_tokens=False)
-    return list(encoded["input_ids"])
+    text = render_text(tokenizer, prompt)
+    check_utf8("prompt", text)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def template_fingerprint(tokenizer: Any) -> str:
@@ -85,9 +123,7 @@ def user_turn_marks(tokenizer: Any) -> tuple[str, str]:
     """
     a, b, c, d = _MARKS
     turns = [("user", a), ("assistant", b), ("user", c), ("assistant", d)]
-    text: str = tokenizer.apply_chat_template(
-        [{"role": role, "content": content} for role, content in turns], tokenize=False
-    )
+    text = _apply(tokenizer, [{"role": role, "content": content} for role, content in turns])
     alone = render_text(tokenizer, a)
     before = _common_suffix(alone.partition(a)[0], text.partition(b)[2].partition(c)[0])
     after = _common_prefix(alone.partition(a)[2], text.partition(a)[2].partition(b)[0])

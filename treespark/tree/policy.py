@@ -33,6 +33,10 @@ from treespark.tree.packed import NO_PARENT, PackedTree
 NodeLogits = Callable[[int, Tensor], Tensor]
 """(depth d in 1..B, parent tokens [R, W] int64) -> next-token logits [R, W, V]."""
 
+# Largest trees: as the recipe's `policy` section has them. What is larger exhausts memory, and no
+# target gains from it.
+MAX_DEPTH, MAX_BRANCHING, MAX_BUDGET = 64, 64, 1024
+
 # Entries per chunk of the exact top-k: the fastest of 32..1024 at [1..32, 49152] on a CPU.
 _CHUNK = 128
 
@@ -53,11 +57,11 @@ class TreePolicy:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        _require_int("depth", self.depth, minimum=1)
-        _require_int("branching", self.branching, minimum=1)
-        _require_int("budget", self.budget, minimum=0)
+        _require_int("depth", self.depth, 1, MAX_DEPTH)
+        _require_int("branching", self.branching, 1, MAX_BRANCHING)
+        _require_int("budget", self.budget, 0, MAX_BUDGET)
         if self.frontier is not None:
-            _require_int("frontier", self.frontier, minimum=1)
+            _require_int("frontier", self.frontier, 1, MAX_BRANCHING)
 
     @property
     def frontier_width(self) -> int:
@@ -145,11 +149,11 @@ def pack(pool: CandidatePool, budget: int, max_depths: Tensor | None = None) -> 
 
     max_depths: [R] int, the deepest node allowed per request (0 = anchor alone), None = no limit.
     Returns budget + 1 slots per request: the anchor, the kept nodes in creation order (so parents
-    come first), then padding where pool or limit leave fewer nodes.  Raises UsageError if
-    budget < 0.
+    come first), then padding where pool or limit leave fewer nodes.  Raises UsageError for
+    a budget out of 0..MAX_BUDGET.
     Source: TreeSpark A.1 (global selection), D.4 (ties).
     """
-    _require_int("budget", budget, minimum=0)
+    _require_int("budget", budget, 0, MAX_BUDGET)
     num_candidates = pool.tokens.shape[1]
     if max_depths is None:
         kept = ordered_topk(pool.scores, budget).indices
@@ -232,9 +236,10 @@ def _best_children(logits: Tensor, branching: int) -> tuple[Tensor, Tensor]:
     return tokens, log_probs.clamp_max(0.0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
 
-def _require_int(name: str, value: object, *, minimum: int) -> None:
-    """Raise UsageError unless `value` is an integer of at least `minimum`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+def _require_int(name: str, value: object, lowest: int, highest: int) -> None:
+    """Raise UsageError unless `value` is an integer in lowest..highest."""
+    if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
         raise UsageError(
-            f"--{name} {value!r}: need an integer of at least {minimum} (recipe key policy.{name})"
+            f"--{name} {value!r}: need an integer of at least {lowest} and at most {highest} "
+            f"(recipe key policy.{name})"
         )
