@@ -4,7 +4,7 @@
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-EXTRAS=bench,dev
+EXTRAS=bench,dev,train
 # shellcheck source=launch/_env.sh
 . "$ROOT/launch/_env.sh"
 

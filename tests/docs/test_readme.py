@@ -67,7 +67,8 @@ def check_script(script, args):
     while rest:
         word = rest.pop(0)
         if re.search(rf"^  {re.escape(word)} ", text, re.MULTILINE):
-            if word in ("--wheel-index", "--python"):
+            # `--option NAME` in the help takes a value.
+            if re.search(rf"^  {re.escape(word)} [A-Z]", text, re.MULTILINE):
                 rest.pop(0)
         elif script == "tools/test.sh" and word in PYTEST_OPTIONS:
             rest.pop(0)
@@ -75,6 +76,8 @@ def check_script(script, args):
             passed_on.append(word)
     if script == "launch/quickstart.sh":
         check_verb(["quickstart", *passed_on])
+    elif script == "launch/train_910b.sh":
+        check_verb(["train", *passed_on])
     else:
         assert [word for word in passed_on if not (ROOT / word).exists()] == []
 

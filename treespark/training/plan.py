@@ -8,17 +8,26 @@ tenth free. Shapes: S tokens of a row, A anchors, B draft depths, V vocabulary, 
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
-from treespark.drafter.config import TreeSparkConfig
+from treespark.data.batches import load_rows
 from treespark.drafter.modeling import TreeSparkDrafter
 from treespark.errors import UsageError
+from treespark.target.checks import check_config
+from treespark.target.folder import load_config
+from treespark.training import setup
 from treespark.training.fused import BLOCK_ROWS
 
 if TYPE_CHECKING:
+    from treespark.drafter.config import TreeSparkConfig
     from treespark.recipe import Recipe
 
 GIB = 1 << 30
@@ -61,7 +70,7 @@ class Shapes:
     target_width: int
 
     @classmethod
-    def of(cls, recipe: Recipe, target: Any, config: TreeSparkConfig) -> Shapes:
+    def of(cls, target: Any, config: TreeSparkConfig) -> Shapes:
         """Count parameters on models without storage.  target: a transformers config."""
         from transformers import AutoModelForCausalLM
 
@@ -127,7 +136,9 @@ def memory(
     per_token = c.feature_size + 2 * c.hidden_size + c.num_hidden_layers * 6 * kv_width
     activations = c.num_hidden_layers * drafts * per_draft + tokens * per_token
     scores = min(1 << 25, drafts * c.num_attention_heads * (tokens + c.block_size))
-    block = BLOCK_ROWS * c.vocab_size * 3 * size + train.chunk_rows * c.vocab_size * 2 * 4
+    rows = min(BLOCK_ROWS, micro_batch * drafts)
+    # Base, teacher and gradient of a block, and two float32 buffers of a chunk.
+    block = c.vocab_size * (rows * 3 * size + min(train.chunk_rows, rows) * 2 * 4)
     kept = (drafts + min(drafts, tokens)) * c.vocab_size * size if train.keep_logits else 0
     frontier = recipe.policy.frontier or recipe.policy.branching
     # One depth at a time: logits, their sum with the base, softmax and gradient.
@@ -162,8 +173,8 @@ def choose(shapes: Shapes, recipe: Recipe, machine: Machine) -> tuple[int, int]:
     per_device = recipe.train.global_batch // machine.devices
     if per_device * machine.devices != recipe.train.global_batch or per_device == 0:
         raise UsageError(
-            f"--devices {machine.devices}: train.global_batch {recipe.train.global_batch} cannot be "
-            "shared evenly"
+            f"--devices {machine.devices}: cannot share train.global_batch "
+            f"{recipe.train.global_batch} evenly"
         )
     sizes = [n for n in range(per_device, 0, -1) if per_device % n == 0]
     for micro in sizes:
@@ -185,9 +196,7 @@ def choose(shapes: Shapes, recipe: Recipe, machine: Machine) -> tuple[int, int]:
     )
 
 
-def plan(
-    recipe: Recipe, shapes: Shapes, machine: Machine, workload: Workload
-) -> dict[str, Any]:
+def plan(recipe: Recipe, shapes: Shapes, machine: Machine, workload: Workload) -> dict[str, Any]:
     """Return the whole plan, JSON-ready: counts, FLOPs, hours, memory and disk by part."""
     stage, micro = choose(shapes, recipe, machine)
     flops = flops_per_row(shapes, recipe, workload.mean_tokens)
@@ -222,3 +231,84 @@ def plan(
             else 0.0,
         },
     }
+
+
+def run_plan(
+    recipe: Recipe,
+    machine: Machine,
+    rows: int | None,
+    mean_tokens: int | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Print the plan of a recipe.  rows, mean_tokens: None counts the recipe's data.
+
+    Of the target only config.json is needed. Raises UsageError where neither number nor data is
+    there, and as `choose` does.
+    """
+    check_config(recipe.target.model / "config.json")
+    target = load_config(recipe.target.model)
+    mask = recipe.drafter.mask_token_id
+    # Which token masks makes no difference to the sizes.
+    config = setup.drafter_config(recipe, target, 0 if mask is None else mask, None)
+    workload = _workload(recipe, config, rows, mean_tokens)
+    result = plan(recipe, Shapes.of(target, config), machine, workload)
+    if as_json:
+        sys.stdout.write(json.dumps(result, indent=2) + "\n")
+    else:
+        _print(result, machine)
+
+
+def _workload(
+    recipe: Recipe, config: TreeSparkConfig, rows: int | None, mean_tokens: int | None
+) -> Workload:
+    if rows is not None and mean_tokens is not None:
+        return Workload(rows, mean_tokens)
+    missing = [str(path) for path in recipe.data.continuations if not path.is_file()]
+    if missing:
+        raise UsageError(
+            f"data.continuations {missing[0]}: not there yet; give --rows and --mean-tokens"
+        )
+    found, _ = load_rows(
+        recipe.data.continuations,
+        max_tokens=recipe.data.max_tokens,
+        block_size=config.block_size,
+        vocab_size=config.vocab_size,
+    )
+    mean = round(fmean(len(row.token_ids) for row in found))
+    return Workload(rows or len(found), mean_tokens or mean)
+
+
+def _size(count: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count / 1e6:.1f} MB"
+
+
+def _print(result: dict[str, Any], machine: Machine) -> None:
+    table = Table(title="per device", title_justify="left")
+    table.add_column("memory")
+    table.add_column("GiB", justify="right")
+    for name, size in result["memory"].items():
+        table.add_row(name, f"{size / GIB:.2f}")
+    total = sum(result["memory"].values())
+    table.add_row("sum", f"{total / GIB:.2f} of {machine.memory_bytes / GIB:.0f}", style="bold")
+    counts, store, flops = result["parameters"], result["store"], result["flops_per_row"]
+    parts = ", ".join(f"{name} {value / 1e12:.2f}" for name, value in flops.items())
+    lines = [
+        f"trainable parameters {counts['trainable'] / 1e6:.1f} M, target "
+        f"{counts['target'] / 1e9:.2f} B",
+        f"TFLOP per row: {parts}",
+        f"{result['steps']} steps of {result['step_s']:.2f} s, {result['hours']:.1f} hours: "
+        f"{machine.devices} devices, {machine.mfu:.0%} of {machine.peak_flops / 1e12:g} TFLOP/s",
+        f"set train.zero_stage={result['zero_stage']} train.micro_batch={result['micro_batch']}",
+        f"feature store {_size(store['bytes'])}, "
+        + ("fits" if store["fits"] else f"does not fit in {_size(machine.disk_bytes)}"),
+    ]
+    if store["read_bytes_per_s"]:
+        lines.append(f"it is read at {_size(store['read_bytes_per_s'])}/s")
+    console = Console(width=max(100, Console().width))
+    for line in lines:
+        console.print(line, highlight=False)
+    console.print(table)

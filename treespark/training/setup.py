@@ -43,10 +43,7 @@ def load_target(recipe: Recipe) -> TargetModel:
     target = TargetModel.from_pretrained(
         recipe.target.model, dtype=recipe.target.dtype, device=rank_device()
     )
-    ids = recipe.drafter.target_layer_ids
-    target.set_taps(
-        ids or default_target_layer_ids(target.num_layers, recipe.drafter.num_hidden_layers)
-    )
+    target.set_taps(_target_layer_ids(recipe, target.num_layers))
     return target
 
 
@@ -56,30 +53,45 @@ def new_drafter(recipe: Recipe, target: TargetModel, rows: Sequence[Row]) -> Tre
 
     Raises UsageError when the mask token is one the target or the data uses.
     """
-    shape = recipe.drafter.model_dump(exclude={"target_layer_ids", "mask_token_id", "rope_theta"})
-    config = TreeSparkConfig(
-        **shape,
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        num_target_layers=target.num_layers,
-        target_layer_ids=list(target.target_layer_ids),
-        mask_token_id=_mask_token_id(recipe, target, rows),
-        rope_theta=recipe.drafter.rope_theta or _rope_theta(target),
-        rms_norm_eps=target.config.rms_norm_eps,
-        max_position_embeddings=target.max_context,
-        num_anchors=recipe.data.num_anchors,
-        tree=recipe.policy.model_dump(include={"depth", "branching", "budget"}),
-        target_fingerprint=target.fingerprint,
-    )
+    mask = _mask_token_id(recipe, target, rows)
+    config = drafter_config(recipe, target.config, mask, target.fingerprint)
     dtype = resolve_dtype(recipe.train.dtype, target.device)
     return TreeSparkDrafter.init_from_target(
         config, target.embed_weight, target.head_weight, dtype
     ).train()
 
 
-def _rope_theta(target: TargetModel) -> float:
-    parameters = getattr(target.config, "rope_parameters", None) or {}
-    return float(parameters.get("rope_theta") or target.config.rope_theta)
+def drafter_config(
+    recipe: Recipe, target: Any, mask_token_id: int, fingerprint: str | None
+) -> TreeSparkConfig:
+    """The config of the recipe's drafter.  target: the target's transformers config."""
+    shape = recipe.drafter.model_dump(exclude={"target_layer_ids", "mask_token_id", "rope_theta"})
+    return TreeSparkConfig(
+        **shape,
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        num_target_layers=target.num_hidden_layers,
+        target_layer_ids=_target_layer_ids(recipe, target.num_hidden_layers),
+        mask_token_id=mask_token_id,
+        rope_theta=recipe.drafter.rope_theta or _rope_theta(target),
+        rms_norm_eps=target.rms_norm_eps,
+        max_position_embeddings=target.max_position_embeddings,
+        num_anchors=recipe.data.num_anchors,
+        tree=recipe.policy.model_dump(include={"depth", "branching", "budget"}),
+        target_fingerprint=fingerprint,
+    )
+
+
+def _target_layer_ids(recipe: Recipe, num_layers: int) -> list[int]:
+    chosen = recipe.drafter.target_layer_ids
+    if chosen is not None:
+        return list(chosen)
+    return default_target_layer_ids(num_layers, recipe.drafter.num_hidden_layers)
+
+
+def _rope_theta(target: Any) -> float:
+    parameters = getattr(target, "rope_parameters", None) or {}
+    return float(parameters.get("rope_theta") or target.rope_theta)
 
 
 def _mask_token_id(recipe: Recipe, target: TargetModel, rows: Sequence[Row]) -> int:

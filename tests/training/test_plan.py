@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan's arithmetic: published sizes, independent FLOP counts, and measured peaks of memory."""
+
+import dataclasses
+import json
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen3Config
+
+from tests.training.tiny_run import random_rows, recipe, write
+from treespark.data.batches import collate, load_rows
+from treespark.errors import UsageError
+from treespark.recipe import load_recipe
+from treespark.training import plan as planning
+from treespark.training import setup
+from treespark.training.losses import combine
+from treespark.training.objective import MicroBatch, micro_batch_terms
+from treespark.training.plan import GIB, Machine, Shapes, Workload
+
+RECIPES = Path(__file__).parent.parent.parent / "recipes"
+CARDS = Machine(8, 64 * GIB, 313e12, 0.35, 4 * 10**12)
+
+
+def qwen3(size):
+    hidden, inner, tied = {"4b": (2560, 9728, True), "8b": (4096, 12288, False)}[size]
+    return Qwen3Config(
+        vocab_size=151936,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=tied,
+        max_position_embeddings=40960,
+    )
+
+
+def shapes_of(size, *overrides):
+    run = load_recipe(RECIPES / f"qwen3-{size}-treespark.yaml", overrides)
+    target = qwen3(size)
+    return run, Shapes.of(target, setup.drafter_config(run, target, 151669, None))
+
+
+@pytest.mark.parametrize(
+    ("size", "head_dim", "millions"),
+    [("4b", 128, 615.2), ("4b", 192, 680.8), ("8b", 128, 1126.4), ("8b", 192, 1231.3)],
+)
+def test_parameters_are_those_of_the_published_drafters(size, head_dim, millions):
+    _, shapes = shapes_of(size, f"drafter.head_dim={head_dim}")
+    assert shapes.trainable / 1e6 == pytest.approx(millions, abs=0.05)
+
+
+@pytest.mark.parametrize(("size", "teraflops"), [("4b", 27), ("8b", 45)])
+def test_flops_agree_with_a_count_made_elsewhere(size, teraflops):
+    """algorithms of the paper at 1,500 tokens: trunk 13.8 / 25.1, heads 12.3 / 19.0, replay 1.0."""
+    run, shapes = shapes_of(size)
+    parts = planning.flops_per_row(shapes, run, 1500)
+    without_target = sum(value for name, value in parts.items() if name != "target")
+    assert without_target / 1e12 == pytest.approx(teraflops, rel=0.05)
+    assert parts["target"] / 1e12 == pytest.approx({"4b": 11.5, "8b": 21.5}[size], rel=0.2)
+
+
+def test_more_memory_means_larger_micro_batches_and_little_memory_higher_stages():
+    run, shapes = shapes_of("8b")
+    found = [
+        planning.choose(shapes, run, dataclasses.replace(CARDS, memory_bytes=size * GIB))
+        for size in (200, 64, 40)
+    ]
+    micro = [batch for _, batch in found]
+    assert micro == sorted(micro, reverse=True)
+    assert micro[0] > micro[-1]
+    for size, (stage, batch) in zip((200, 64, 40), found, strict=True):
+        parts = planning.memory(shapes, run, 4096, stage=stage, devices=8, micro_batch=batch)
+        assert sum(parts.values()) < size * GIB
+    with pytest.raises(UsageError, match=r"--memory 8G: one row of data.max_tokens 4096 needs"):
+        planning.choose(shapes, run, dataclasses.replace(CARDS, memory_bytes=8 * GIB))
+    with pytest.raises(UsageError, match=r"--devices 7: cannot share train.global_batch 64"):
+        planning.choose(shapes, run, dataclasses.replace(CARDS, devices=7))
+
+
+def test_the_store_of_the_published_mixture_has_the_published_size():
+    run, shapes = shapes_of("8b", "data.features=store", "data.store=store")
+    result = planning.plan(run, shapes, CARDS, Workload(50_000, 1_500))
+    assert result["store"]["bytes"] / 1e12 == pytest.approx(3.7, abs=0.05)
+    assert result["store"]["fits"]
+    assert result["steps"] == 7810
+    assert result["store"]["read_bytes_per_s"] > 1e9
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors alive, and their peak."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage):
+        if storage in self._seen:
+            return
+        self._seen.add(storage)
+        size = storage.nbytes()
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, size)
+
+    def _gone(self, size):
+        self.now -= size
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "train"),
+    [
+        ("activations", {"num_anchors": 16, "tree_anchors": 0}, {}),
+        ("losses", {"num_anchors": 16, "tree_anchors": 0}, {"keep_logits": True}),
+        ("replay", {"num_anchors": 16, "tree_anchors": 16}, {"chunk_rows": 4}),
+    ],
+)
+def test_predicted_memory_is_that_of_a_measured_step(tmp_path, name, data, train):
+    rows = random_rows(4)
+    for row in rows:
+        row["output_token_ids"] = (row["output_token_ids"] * 4)[:56]
+    path = write(tmp_path / "rows.jsonl", rows)
+    tree = {"survival": 0.0, "coverage": 0.0} if name != "replay" else {}
+    run = recipe(tmp_path, path, data=data, losses=tree, train={"global_batch": 1, **train})
+    target = setup.load_target(run)
+    (row, *_), _ = load_rows([path], max_tokens=64, block_size=4, vocab_size=target.vocab_size)
+    drafter = setup.new_drafter(run, target, [row])
+    batch = collate([(0, row)], num_anchors=16, num_tree_anchors=data["tree_anchors"], seed=0)
+    features, hidden = target.sequence_outputs(batch.input_ids, batch.lengths.tolist())
+    micro = MicroBatch(batch, features, hidden)
+    weights = setup.loss_weights(run, 0, 10)
+    with LiveBytes() as live:
+        found = micro_batch_terms(drafter, micro, setup.objective(run), weights)
+        combine(found.terms, weights)[0].backward()
+    parts = planning.memory(
+        Shapes.of(target.config, drafter.config),
+        run,
+        len(row.token_ids),
+        stage=0,
+        devices=1,
+        micro_batch=1,
+    )
+    names = ("activations", "attention scores", "losses", "replay", "gradients")
+    predicted = sum(parts[part] for part in names)
+    assert 0.5 < predicted / live.peak < 2
+
+
+def test_the_verb_reads_the_data_or_asks_for_its_size(tmp_path, capsys):
+    rows = write(tmp_path / "rows.jsonl", random_rows(9))
+    run = recipe(tmp_path, rows)
+    planning.run_plan(run, dataclasses.replace(CARDS, devices=1), None, None, as_json=True)
+    result = json.loads(capsys.readouterr().out)
+    assert result["parameters"]["trainable"] > 0
+    assert result["steps"] == 12
+    planning.run_plan(run, dataclasses.replace(CARDS, devices=1), 50, 100, as_json=False)
+    assert "set train.zero_stage=0 train.micro_batch=2" in capsys.readouterr().out
+    gone = recipe(tmp_path, tmp_path / "gone.jsonl")
+    with pytest.raises(UsageError, match=r"gone.jsonl: not there yet; give --rows"):
+        planning.run_plan(gone, CARDS, None, None, as_json=True)

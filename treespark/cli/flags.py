@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags that several verbs share; names and meanings as in vLLM where it has them."""
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from treespark.errors import UsageError
+
+Target = Annotated[
+    Path, typer.Argument(metavar="TARGET", help="Hugging Face folder of the target model.")
+]
+Out = Annotated[Path, typer.Option("--out", help="Where to write.")]
+Dtype = Annotated[
+    str, typer.Option(help="auto, bfloat16, float16 or float32. auto: float32 on a CPU.")
+]
+Device = Annotated[
+    str | None,
+    typer.Option(help="Kind of device, optionally :index. Default: see `treespark env`."),
+]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens an answer may have.")]
+DrafterDir = Annotated[Path | None, typer.Option("--drafter", help="Folder of the drafter.")]
+NoDrafter = Annotated[bool, typer.Option("--no-drafter", help="Decode without speculation.")]
+Depth = Annotated[int | None, typer.Option(help="Draft depths. Default: the drafter's config.")]
+Branching = Annotated[
+    int | None,
+    typer.Option(help="Children per parent; 1 is a chain. Default: the drafter's config."),
+]
+Budget = Annotated[
+    int | None, typer.Option(help="Most nodes verified a round. Default: the drafter's config.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
+
+
+def drafter_folder(folder: Path | None, no_drafter: bool) -> Path | None:
+    """The drafter's folder, or None for decoding without one, which has to be said."""
+    if folder is not None and no_drafter:
+        raise UsageError(f"--no-drafter: contradicts --drafter {folder}; give one of the two")
+    if folder is None and not no_drafter:
+        raise UsageError("--drafter: missing; give the drafter's folder, or --no-drafter")
+    return folder
+
+
+def integers(option: str, text: str) -> list[int]:
+    """The numbers of a comma-separated list."""
+    parts = [part.strip() for part in text.split(",")]
+    # Python refuses to read thousands of digits.
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        raise UsageError(f"{option} {text}: need whole numbers separated by commas, as in 8,16,32")
+    return [int(part) for part in parts]
+
+
+def byte_size(option: str, text: str) -> int:
+    """Bytes of a size as people write it: 64G, 1.5T; powers of 1024."""
+    units = {"M": 20, "G": 30, "T": 40}
+    number, unit = text[:-1], text[-1:].upper()
+    # As many digits as any machine needs; also no exponents, infinities or signs.
+    if unit not in units or not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", number):
+        raise UsageError(f"{option} {text}: need a size as 64G or 1.5T (units M, G, T)")
+    return int(float(number) * (1 << units[unit]))

