@@ -87,7 +87,7 @@ def run_compare(
     budget: compare this one only, instead of `budgets`. Exits with 1 when float32 answers differ
     from autoregressive ones. Raises UsageError before anything runs for input that does not fit.
     """
-    check_matplotlib()
+    check_matplotlib("compare")
     check_policy_options(drafter, depth=depth, branching=branching, budget=budget)
     for size in budgets:
         if not 0 <= size <= MAX_BUDGET:

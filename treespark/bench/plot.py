@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def check_matplotlib() -> None:
+def check_matplotlib(verb: str) -> None:
     """Raise UsageError without matplotlib: before a measurement, not behind it."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("treespark compare needs matplotlib: pip install 'treespark[bench]'")
+        raise UsageError(f"treespark {verb} needs matplotlib: pip install 'treespark[bench]'")
 
 
 def plot_bars(result: dict[str, Any], path: Path) -> None:
