@@ -150,7 +150,9 @@ def test_interrupt_is_exit_code_130(run, room):
 
 def test_interrupt_signal_ends_the_process_with_130(tmp_path):
     code = (
-        "import sys, time, types\nfrom treespark import cli\n"
+        "import signal, sys, time, types\nfrom treespark import cli\n"
+        # A shell's background jobs ignore it, and so would this one if the tests run in one.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "module = types.ModuleType('treespark.target.fetch')\n"
         "def fetch(*args): print('ready', flush=True); time.sleep(60)\n"
         "module.fetch = fetch\nsys.modules[module.__name__] = module\n"

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.training.tiny_run import random_rows, recipe, tiny_world, write
 from treespark.drafter.auto import load_drafter
 from treespark.errors import UsageError
-from treespark.training import loop, setup
+from treespark.training import checkpoint, loop, setup
 from treespark.training.metrics import read_metrics
 
 
@@ -68,6 +68,36 @@ def test_resume_refuses_changed_settings_and_never_refuses_a_run(tmp_path, rows)
     other = write(tmp_path / "other.jsonl", random_rows(7, seed=1))
     with pytest.raises(UsageError, match=r"data\.continuations"):
         loop.train(recipe(tmp_path / "run", other, train={"max_steps": 2}))
+
+
+def test_a_folder_that_another_process_trains_in_is_refused(tmp_path, rows):
+    with (
+        checkpoint.claim(tmp_path / "run"),
+        pytest.raises(UsageError, match=r"output\.dir .*run: another process is training there"),
+    ):
+        loop.train(recipe(tmp_path / "run", rows))
+    loop.train(recipe(tmp_path / "run", rows, train={"max_steps": 1}))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("run/drafter/notes.txt", "mine", "holds no drafter"),
+        ("run/metrics.jsonl", "junk\n", r"metrics\.jsonl:1"),
+        ("run/metrics.jsonl", '{"my": "data"}\n', r"metrics\.jsonl:1: not the metrics"),
+        ("run", "a file", r"output\.dir .*run: cannot be written"),
+    ],
+)
+def test_a_place_that_holds_something_else_is_refused_before_the_first_step(
+    tmp_path, monkeypatch, rows, name, content, message
+):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    monkeypatch.setattr(loop, "_step", lambda *_: pytest.fail("a step was taken"))
+    with pytest.raises(UsageError, match=message):
+        loop.train(recipe(tmp_path / "run", rows))
+    assert path.read_text() == content
 
 
 def poison(monkeypatch, steps):

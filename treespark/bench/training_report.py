@@ -100,14 +100,8 @@ def _acceptance(scored: Lines) -> str:
     names = [key for key in scored[-1] if key.startswith("acceptance/")]
     short = [name.removeprefix("acceptance/") for name in names]
     head = "".join(f"<th>{html.escape(name)}</th>" for name in ["after step", *short])
-    rows = "".join(
-        "<tr>"
-        + "".join(
-            f"<td>{value}</td>" for value in [line["step"] + 1, *(f"{line[n]:.3f}" for n in names)]
-        )
-        + "</tr>"
-        for line in scored
-    )
+    cells = [[str(line["step"] + 1), *(f"{line[n]:.3f}" for n in names)] for line in scored]
+    rows = "".join(f"<tr>{''.join(f'<td>{value}</td>' for value in row)}</tr>" for row in cells)
     text = f"<h2>Acceptance length on held-out rows</h2><table><tr>{head}</tr>{rows}</table>"
     if len(scored) < 2:
         return text

@@ -8,7 +8,9 @@ no half of one in sight. No pickle: tensors are safetensors, the rest is JSON.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
@@ -19,15 +21,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from treespark.data.jsonl import check_folder
 from treespark.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from torch import Tensor
 
 _STEP_FOLDER = re.compile(r"step-(\d{8})")
-_HIDDEN = ".checkpoint-"
+_HIDDEN, _LOCK = ".checkpoint-", ".lock"
 _MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 _FORMAT = 1
 
@@ -41,6 +45,23 @@ class Checkpoint:
     optimizer: dict[str, Tensor]
     memory: dict[str, Any]
     folder: Path
+
+
+@contextlib.contextmanager
+def claim(root: Path) -> Iterator[None]:
+    """Hold the folder of a run, made if need be, for this process alone.
+
+    Raises UsageError where it cannot be written to, and where another process trains in it: each
+    would delete what the other is about to rename.
+    """
+    check_folder(root, f"output.dir {root}")
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / _LOCK).open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"output.dir {root}: another process is training there") from None
+        yield
 
 
 def save(
@@ -95,7 +116,8 @@ def _remove(folder: Path) -> None:
 
 def _remove_hidden(root: Path) -> None:
     for path in root.glob(f"{_HIDDEN}*"):
-        shutil.rmtree(path)
+        if path.is_dir():
+            shutil.rmtree(path)
 
 
 def saved_steps(root: Path) -> list[int]:

@@ -86,7 +86,7 @@ def train(recipe: Recipe, *, resume: str = "auto") -> Path:
     setup.check(recipe)
     devices.seed_everything(recipe.train.seed)
     target = setup.load_target(recipe)
-    with join(target.device) as ranks:
+    with join(target.device) as ranks, setup.output_folder(recipe, ranks):
         rows, holdout = _rows(recipe, target)
         drafter = setup.new_drafter(recipe, target, rows + holdout)
         run = _Run(

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from treespark.data.jsonl import write_atomic
+from treespark.data.jsonl import iter_jsonl, write_atomic
+from treespark.errors import UsageError
 from treespark.training.losses import normalise
 
 if TYPE_CHECKING:
@@ -92,15 +93,16 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All complete lines of a metrics file; a last line cut by a kill is left out."""
+    """All complete lines of a metrics file; a last line cut by a kill is left out.
+
+    Raises UsageError, naming the line, for a file that holds anything else.
+    """
     if not path.exists():
         return []
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
+    lines = [line for _, line in iter_jsonl(path, ignore_tail=True)]
+    for number, line in enumerate(lines, 1):
+        if type(line.get("step")) is not int:
+            raise UsageError(f"{path}:{number}: not the metrics of a training run (no step)")
     return lines
 
 

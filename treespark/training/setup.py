@@ -5,14 +5,17 @@ export.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from treespark.data.jsonl import check_folder
 from treespark.device import rank_device, resolve_dtype
 from treespark.drafter.config import TreeSparkConfig, default_target_layer_ids
+from treespark.drafter.export import check_destination
 from treespark.drafter.modeling import TreeSparkDrafter
 from treespark.errors import UsageError
 from treespark.recipe import LossWeights, Recipe, dump_recipe
@@ -24,7 +27,7 @@ from treespark.training.updates import PlainUpdates
 from treespark.tree.policy import TreePolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from treespark.data.batches import Row
@@ -136,8 +139,12 @@ def policy(recipe: Recipe) -> TreePolicy:
 
 
 def check(recipe: Recipe) -> None:
-    """Raise UsageError for losses that cannot be trained together."""
-    losses = recipe.losses
+    """Raise UsageError, before anything is loaded, for losses that cannot be trained together and
+    for a place that the drafter cannot be written to.
+    """
+    output, losses = recipe.output.dir, recipe.losses
+    check_folder(output, f"output.dir {output}")
+    check_destination(output / "drafter")
     for part in filter(None, (losses, losses.warmup)):
         tree = part.survival or part.coverage
         if tree and recipe.drafter.markov_head_type == "rnn" and recipe.drafter.markov_rank:
@@ -229,6 +236,13 @@ def settings(recipe: Recipe, target: TargetModel, rows: Sequence[Row]) -> dict[s
         content.update(f"{row.prompt_len} {len(row.token_ids)} ".encode() + row.token_ids.tobytes())
     flat["data.continuations (sha256)"] = content.hexdigest()
     return {**flat, "target.fingerprint": target.fingerprint}
+
+
+@contextlib.contextmanager
+def output_folder(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
+    """Hold the run's folder for its processes; raises UsageError where it is not free for them."""
+    with checkpoint.claim(recipe.output.dir) if ranks.is_first else contextlib.nullcontext():
+        yield
 
 
 def start(output: Path, run_settings: dict[str, Any], resume: str) -> Checkpoint | None:
