@@ -8,33 +8,19 @@ that file, paths given with `--set` are relative to the current folder.
 
 from __future__ import annotations
 
-import difflib
 import os
-import typing
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
-from pydantic.fields import FieldInfo
+from pydantic import BeforeValidator, Field, model_validator
 
 from treespark.errors import UsageError
+from treespark.sections import ConflictError, Section, map_paths, resolve_paths, validate
 from treespark.yaml_source import Key, Origins, absolute, merge, parse_override, read_mapping
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from pydantic_core import ErrorDetails
+    from collections.abc import Sequence
 
 _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -54,34 +40,6 @@ CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
 BatchSize = Annotated[int, Field(ge=1, le=65536)]
 Weight = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-class _ConflictError(ValueError):
-    """Values that do not go together, and the fields that hold them, from the section on."""
-
-    def __init__(self, message: str, *fields: str) -> None:
-        super().__init__(message)
-        self.fields = fields
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values do not change after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _refuse_bool_for_number(cls, value: Any, info: ValidationInfo) -> Any:
-        # pydantic takes true for 1; in a recipe that is a slip of the pen.
-        field = cls.model_fields[info.field_name] if info.field_name else None
-        if isinstance(value, bool) and field and field.annotation is not bool:
-            raise ValueError(f"{value} is not allowed: not a field for true or false")
-        return value
-
-    def _check_multiple(self, field: str, *, of: str) -> None:
-        value, unit = getattr(self, field), getattr(self, of)
-        if value % unit:
-            raise _ConflictError(f"{field} {value} must be a multiple of {of} {unit}", field, of)
 
 
 class TargetSection(Section):
@@ -141,11 +99,11 @@ class DataSection(Section):
     def _check_store(self) -> DataSection:
         if self.features == "store" and self.store is None:
             needs = "features: store needs data.store, the folder of the feature store"
-            raise _ConflictError(needs, "features", "store")
+            raise ConflictError(needs, "features", "store")
         if self.tree_anchors > self.num_anchors:
             allowed = f"allowed 0..{self.num_anchors} (data.num_anchors)"
             message = f"tree_anchors {self.tree_anchors}: {allowed}"
-            raise _ConflictError(message, "tree_anchors", "num_anchors")
+            raise ConflictError(message, "tree_anchors", "num_anchors")
         return self
 
 
@@ -162,7 +120,7 @@ class LossWeights(Section):
     def _check_some(self) -> LossWeights:
         if not any(getattr(self, name) for name in LossWeights.model_fields):
             message = "all loss weights are 0: at least one must be positive"
-            raise _ConflictError(message, *LossWeights.model_fields)
+            raise ConflictError(message, *LossWeights.model_fields)
         return self
 
 
@@ -219,7 +177,7 @@ class TrainSection(Section):
     @model_validator(mode="after")
     def _check_length(self) -> TrainSection:
         if self.epochs is None and self.max_steps is None:
-            raise _ConflictError("give epochs, max_steps or both", "epochs", "max_steps")
+            raise ConflictError("give epochs, max_steps or both", "epochs", "max_steps")
         self._check_multiple("global_batch", of="micro_batch")
         return self
 
@@ -247,7 +205,7 @@ class Recipe(Section):
         if self.policy.depth > self.drafter.block_size:
             allowed = f"allowed 1..{self.drafter.block_size} (drafter.block_size)"
             message = f"policy.depth {self.policy.depth}: {allowed}"
-            raise _ConflictError(message, "policy.depth", "drafter.block_size")
+            raise ConflictError(message, "policy.depth", "drafter.block_size")
         return self
 
 
@@ -284,12 +242,9 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
             origins.update({(*key, name): "--set" for name in value})
         for length in range(1, len(key)):
             origins.setdefault(key[:length], "--set")
-        _resolve_paths(change, Path.cwd(), origins)
+        resolve_paths(change, PATH_KEYS, Path.cwd(), origins)
         values = merge(values, change)
-    try:
-        return Recipe.model_validate(values)
-    except ValidationError as problem:
-        raise UsageError(_explain(problem, source, origins)) from None
+    return validate(Recipe, values, source, origins)
 
 
 def dump_recipe(recipe: Recipe, folder: str | os.PathLike[str] | None = None) -> str:
@@ -297,7 +252,7 @@ def dump_recipe(recipe: Recipe, folder: str | os.PathLike[str] | None = None) ->
     values = recipe.model_dump(mode="json")
     if folder is not None:
         for section, key in PATH_KEYS:
-            values[section][key] = _map_paths(
+            values[section][key] = map_paths(
                 values[section][key], lambda text: os.path.relpath(text, os.path.abspath(folder))
             )
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
@@ -309,90 +264,8 @@ def _read(path: Path) -> tuple[dict[str, Any], Origins, Path | None]:
     base = values.pop("extends", None)
     if base is not None and not isinstance(base, str):
         raise UsageError(f"{origins['extends',]}: extends: need the file name of one recipe")
-    _resolve_paths(values, path.parent, origins)
+    resolve_paths(values, PATH_KEYS, path.parent, origins)
     if base is None:
         return values, origins, None
     where = f"{origins['extends',]}: extends"
     return values, origins, Path(absolute(base, path.parent, where))
-
-
-def _resolve_paths(values: dict[str, Any], folder: Path, origins: Origins) -> None:
-    for section, key in PATH_KEYS:
-        part = values.get(section)
-        if isinstance(part, dict) and key in part:
-            where = f"{origins[section, key]}: {section}.{key}"
-            part[key] = _map_paths(part[key], partial(absolute, folder=folder, where=where))
-
-
-def _map_paths(value: Any, change: Callable[[str], str]) -> Any:
-    """Apply `change` to a path or each of a list; the rest is left for validation to refuse."""
-    if isinstance(value, str):
-        return change(value)
-    return [_map_paths(item, change) for item in value] if isinstance(value, list) else value
-
-
-def _explain(problem: ValidationError, source: Path, origins: Origins) -> str:
-    """The first mistake on one line: where, which key, what is allowed."""
-    errors = problem.errors(include_url=False)
-    # A misspelt key is the likely reason of other complaints, as that the right one is missing.
-    error = min(errors, key=lambda e: e["type"] != "extra_forbidden")
-    key = tuple(str(part) for part in error["loc"])
-    where = _where(key, error, origins) or str(source)
-    dotted = ".".join(key)
-    if error["type"] == "extra_forbidden":
-        fields = _section_fields(key[:-1])
-        near = difflib.get_close_matches(key[-1], fields, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(fields)}"
-        message = f"unknown key {dotted!r}: {hint}"
-    elif error["type"] == "missing":
-        message = f"missing key '{dotted}'"
-    elif error["type"] == "value_error":
-        message = ": ".join(filter(None, [dotted, error["msg"].removeprefix("Value error, ")]))
-    else:
-        message = f"{dotted}: {error['input']!r} is not allowed: {_allowed(key, error)}"
-    return f"{where}: {message}" + (f" (and {len(errors) - 1} more)" if len(errors) > 1 else "")
-
-
-def _where(key: Key, error: ErrorDetails, origins: Origins) -> str | None:
-    """Where the mistake at `key` was made; of several fields an option's is the likely culprit."""
-    fields = getattr(error.get("ctx", {}).get("error"), "fields", ())
-    parts = [(*key, *field.split(".")) for field in fields]
-    prefixes = [key[:length] for length in range(len(key), 0, -1)]
-    places = [origins[k] for k in (*parts, *prefixes) if k in origins]
-    return "--set" if "--set" in places[: len(parts)] else next(iter(places), None)
-
-
-def _section_fields(key: Key) -> dict[str, FieldInfo]:
-    """Fields of the section at `key`; empty where `key` is not a section."""
-    section: type[BaseModel] = Recipe
-    for part in key:
-        info = section.model_fields.get(part)
-        choices = () if info is None else (info.annotation, *typing.get_args(info.annotation))
-        found = [c for c in choices if isinstance(c, type) and issubclass(c, BaseModel)]
-        if not found:
-            return {}
-        section = found[0]
-    return section.model_fields
-
-
-_NEEDS = {"tuple_type": "a list", "model_type": "a section of keys", "path_type": "a path"}
-_BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "multiple_of": "a multiple of"}
-
-
-def _allowed(key: Key, error: ErrorDetails) -> str:
-    """What the field takes: its whole range where it is a number with bounds."""
-    if error["type"] in _NEEDS:
-        return f"need {_NEEDS[error['type']]}"
-    info = _section_fields(key[:-1]).get(key[-1])
-    metadata = [] if info is None else [*info.metadata]
-    for choice in () if info is None else typing.get_args(info.annotation):
-        # `int | None` keeps the bounds of `int` one level down.
-        for part in getattr(choice, "__metadata__", ()):
-            metadata += part.metadata if isinstance(part, FieldInfo) else [part]
-    bounds = [
-        f"{word} {getattr(part, name)}"
-        for part in metadata
-        for name, word in _BOUNDS.items()
-        if hasattr(part, name)
-    ]
-    return "need " + " and ".join(bounds) if bounds else error["msg"][:1].lower() + error["msg"][1:]

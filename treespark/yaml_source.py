@@ -117,8 +117,18 @@ def _lines(node: yaml.MappingNode, path: Path, prefix: Key = ()) -> Iterator[tup
             )
         seen[name] = line
         yield key, line
-        if isinstance(value_node, yaml.MappingNode):
-            yield from _lines(value_node, path, key)
+        yield from _inner_lines(value_node, path, key)
+
+
+def _inner_lines(node: yaml.Node, path: Path, key: Key) -> Iterator[tuple[Key, int]]:
+    """Lines of what the value at `key` holds: of a mapping's keys, of a list's items."""
+    if isinstance(node, yaml.MappingNode):
+        yield from _lines(node, path, key)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            inner = (*key, str(index))
+            yield inner, item.start_mark.line + 1
+            yield from _inner_lines(item, path, inner)
 
 
 def parse_override(text: str) -> tuple[Key, Any]:
