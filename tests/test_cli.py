@@ -64,11 +64,22 @@ def room(monkeypatch):
     return room
 
 
+def name_of(command):
+    return command.name or command.callback.__name__
+
+
 def test_help_of_every_verb_loads_no_heavy_package():
-    verbs = [command.name or command.callback.__name__ for command in cli.app.registered_commands]
+    groups = cli.app.registered_groups
+    verbs = [[name_of(command)] for command in cli.app.registered_commands]
+    verbs += [[group.name] for group in groups]
+    verbs += [
+        [group.name, name_of(command)]
+        for group in groups
+        for command in group.typer_instance.registered_commands
+    ]
     code = (
         "import sys\nfrom treespark import cli\n"
-        f"for verb in [[], *([v] for v in {verbs!r})]:\n"
+        f"for verb in {[[], *verbs]!r}:\n"
         "    sys.argv = ['treespark', *verb, '--help']\n"
         "    try: cli.main()\n"
         "    except SystemExit as stop: assert stop.code == 0\n"
@@ -77,7 +88,7 @@ def test_help_of_every_verb_loads_no_heavy_package():
     )
     result = run_process("-c", code)
     assert result.returncode == 0, result.stderr
-    assert all(f" {verb} " in result.stdout for verb in verbs)
+    assert all(f" {verb[-1]} " in result.stdout for verb in verbs)
 
 
 def test_help_answers_within_a_third_of_a_second():
@@ -243,11 +254,32 @@ def test_train_passes_the_resolved_recipe_and_resume(run, room, tmp_path):
     assert (loaded.train.seed, options) == (7, {"resume": "never"})
 
 
-def test_prompts_passes_its_flags(run, room, tmp_path):
+def test_prompts_build_passes_its_recipe(run, room):
+    calls = room("treespark.data.mixture", "run_mixture")
+    assert run("prompts", "build", "r.yaml")[0] == 0
+    assert calls == [((Path("r.yaml"),), {})]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "Missing command"),
+        (("a.jsonl", "--out", "o"), "No such command 'a.jsonl' (see "),
+    ],
+)
+def test_prompts_without_collect_or_build_is_one_line(run, args, message):
+    code, _, err = run("prompts", *args)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f"error: {message}")
+
+
+def test_prompts_collect_passes_its_flags(run, room, tmp_path):
     calls = room("treespark.data.prompts", "run_prompts")
     sys.modules["treespark.data.prompts"].parse_shares = lambda text: {"parsed": text}
     flags = ["--out", "o", "--tokenizer", "t", "--count", 5, "--seed", 3, "--shares", "a=1"]
-    assert run("prompts", "a.jsonl", "b.jsonl", *flags, "--evaluation", "e.jsonl")[0] == 0
+    assert (
+        run("prompts", "collect", "a.jsonl", "b.jsonl", *flags, "--evaluation", "e.jsonl")[0] == 0
+    )
     assert calls == [
         (
             (),

@@ -52,6 +52,9 @@ def check_verb(args):
     """Parse a command as `treespark` would, without running it."""
     group = typer.main.get_command(app)
     assert args[0] in group.commands, f"no verb {args[0]}"
+    if hasattr(group.commands[args[0]], "commands"):
+        group, args = group.commands[args[0]], args[1:]
+        assert set(args[:1]) & group.commands.keys(), f"no verb {args[:1]}"
     try:
         group.commands[args[0]].make_context(args[0], list(args[1:]))
     # Typer carries its own copy of click, so the class has no stable name.
@@ -113,6 +116,8 @@ def test_command_names_existing_verbs_options_and_scripts(words):
         "treespark serve runs/smollm2-135m",
         "treespark train recipes/smollm2-135m-treespark.yaml --epochs 3",
         "treespark fetch smollm2-135m",
+        "treespark prompts my-prompts.jsonl --out runs/prompts.jsonl",
+        "treespark prompts build",
         "bash launch/train.sh",
         "bash launch/quickstart.sh --weel-index https://example.org",
         "bash tools/test.sh tests/absent",

@@ -14,7 +14,6 @@ from treespark.cli.flags import (
     Dtype,
     MaxTokens,
     Out,
-    Seed,
     Target,
     byte_size,
 )
@@ -37,43 +36,6 @@ def fetch(
     from treespark.target.fetch import fetch as run_fetch
 
     typer.echo(run_fetch(name, out))
-
-
-@app.command()
-def prompts(
-    inputs: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help="JSONL files of prompts.")
-    ],
-    out: Out,
-    tokenizer: Annotated[Path, typer.Option(help="Folder with the target's tokenizer.")],
-    max_prompt_tokens: Annotated[
-        int, typer.Option(min=1, help="Longer prompts are dropped.")
-    ] = 2048,
-    count: Annotated[
-        int | None, typer.Option(min=1, help="Prompts to write. Default: all.")
-    ] = None,
-    shares: Annotated[
-        str | None,
-        typer.Option(help="Share of each category, as math=0.3,code=0.7; paper: the paper's."),
-    ] = None,
-    evaluation: Annotated[
-        list[Path] | None, typer.Option(help="File whose prompts must not occur; repeatable.")
-    ] = None,
-    seed: Seed = 42,
-) -> None:
-    """Collect training prompts from JSONL files into one."""
-    from treespark.data.prompts import parse_shares, run_prompts
-
-    run_prompts(
-        inputs=inputs,
-        out=out,
-        tokenizer=tokenizer,
-        max_prompt_tokens=max_prompt_tokens,
-        count=count,
-        shares=None if shares is None else parse_shares(shares),
-        seed=seed,
-        evaluation=evaluation or [],
-    )
 
 
 @app.command()

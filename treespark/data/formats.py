@@ -132,3 +132,6 @@ _READERS: dict[str, Callable[[Row, str], str | list[int] | None]] = {
     "prompt": _from_prompt,
     "instruction": _from_instruction,
 }
+
+# All keys that the table above names; `loss_mask` and `input` only go with another.
+FORMAT_KEYS = (*_READERS, "text", "loss_mask", "input")

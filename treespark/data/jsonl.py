@@ -126,14 +126,17 @@ def report_path(out: Path) -> Path:
     return out.with_name(out.name + ".report.json")
 
 
-def check_out(out: Path, inputs: Sequence[Path]) -> None:
-    """Raise UsageError unless `--out` and its report can be written and neither is an input."""
-    check_file(out, "--out ")
-    check_file(report_path(out), "report of --out: ")
+def check_out(out: Path, inputs: Sequence[Path], option: str = "--out") -> None:
+    """Raise UsageError unless `out` and its report can be written and neither is an input.
+
+    option: what named the file, for messages.
+    """
+    check_file(out, f"{option} ")
+    check_file(report_path(out), f"report of {option}: ")
     sources = {os.path.realpath(path) for path in inputs}
     for path in (out, report_path(out)):
         if os.path.realpath(path) in sources:
-            raise UsageError(f"--out {out}: {path} is also an input")
+            raise UsageError(f"{option} {out}: {path} is also an input")
 
 
 def check_file(path: Path, option: str = "") -> None:

@@ -9,7 +9,7 @@ import math
 import random
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -182,26 +182,33 @@ def _prompt(row: Row) -> Prompt:
     return prompt
 
 
-def _key(prompt: Prompt) -> str | tuple[int, ...]:
+def prompt_key(prompt: Prompt) -> str | tuple[int, ...]:
     """Return what makes two prompts equal: line ends, outer space and Unicode form do not."""
     if isinstance(prompt, str):
         return unicodedata.normalize("NFC", prompt.replace("\r\n", "\n")).strip()
     return tuple(prompt)
 
 
+def evaluation_prompts(paths: Sequence[Path], tokenizer: Any) -> Iterator[tuple[str, Prompt]]:
+    """Yield (`file:line`, prompt) of each row of evaluation files that has a user turn."""
+    marks = cache(partial(user_turn_marks, tokenizer))
+    for path in paths:
+        for number, row in iter_jsonl(path):
+            where = f"{path}:{number}"
+            prompt = first_user_turn(row, where, marks)
+            if prompt is not None:
+                yield where, prompt
+
+
 def _evaluation_keys(
     paths: Sequence[Path], tokenizer: Any, tokenised: bool
 ) -> set[str | tuple[int, ...]]:
     """Return the keys of all evaluation prompts, as text and, if asked, as rendered ids."""
-    marks, keys = cache(partial(user_turn_marks, tokenizer)), set()
-    for path in paths:
-        for number, row in iter_jsonl(path):
-            prompt = first_user_turn(row, f"{path}:{number}", marks)
-            if prompt is None:
-                continue
-            keys.add(_key(prompt))
-            if tokenised:
-                keys.add(_key(_rendered(prompt, tokenizer)))
+    keys = set()
+    for _, prompt in evaluation_prompts(paths, tokenizer):
+        keys.add(prompt_key(prompt))
+        if tokenised:
+            keys.add(prompt_key(_rendered(prompt, tokenizer)))
     return keys
 
 
@@ -217,7 +224,7 @@ def _filter(
     usable = []
     for row in tqdm(rows, desc="prompts", unit="row", disable=None):
         prompt = _prompt(row)
-        key = _key(prompt)
+        key = prompt_key(prompt)
         if not key:
             reason = "empty"
         elif key in seen:
