@@ -273,6 +273,44 @@ def test_prompts_without_collect_or_build_is_one_line(run, args, message):
     assert err.startswith(f"error: {message}")
 
 
+@pytest.mark.parametrize(
+    ("flags", "room_name", "options"),
+    [
+        (
+            ["--batch-size", 2, "--drop-truncated", "--drafter", "d"],
+            "continuations",
+            {"batch_size": 2, "dtype": "auto", "device": None, "drafter": Path("d")},
+        ),
+        (
+            ["--server", "u", "--model", "m", "--retries", 0, "--drop-truncated"],
+            "server_continuations",
+            {"server": "u", "model": "m", "concurrency": 32, "retries": 0, "temperature": 0.0}
+            | {"api_key_env": "OPENAI_API_KEY"},
+        ),
+    ],
+)
+def test_continuations_passes_its_flags(run, room, flags, room_name, options):
+    calls = room(f"treespark.data.{room_name}", f"run_{room_name}")
+    assert run("continuations", "t", "p", "--out", "o", *flags)[0] == 0
+    shared = {"target": Path("t"), "prompts": Path("p"), "out": Path("o")}
+    shared |= {"max_tokens": 512, "drop_truncated": True}
+    assert calls == [((), {**shared, **options})]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "m"], "--model m: only with --server"),
+        (["--temperature", "0"], "--temperature 0.0: only with --server"),
+        (["--server", "u", "--drafter", "d"], "--drafter d: not allowed with --server"),
+        (["--server", "u", "--batch-size", "4"], "--batch-size 4: not allowed with --server"),
+    ],
+)
+def test_continuations_refuses_options_of_the_other_way(run, flags, message):
+    code, _, err = run("continuations", "t", "p", "--out", "o", *flags)
+    assert (code, err) == (2, f"error: {message}\n")
+
+
 def test_prompts_collect_passes_its_flags(run, room, tmp_path):
     calls = room("treespark.data.prompts", "run_prompts")
     sys.modules["treespark.data.prompts"].parse_shares = lambda text: {"parsed": text}

@@ -100,6 +100,29 @@ def test_success_error_and_skipped_sum_to_the_input(tmp_path, target_folder):
     assert (again.num_success, again.num_skipped, len(again.errors)) == (0, 4, 4)
 
 
+def test_dropped_answers_are_counted_and_not_decoded_again(done, tmp_path, target_folder):
+    prompts, kept_all = done
+    cut = {row["id"] for row in read_rows(kept_all) if row["finish_reason"] == "length"}
+    out = tmp_path / "whole.jsonl"
+    report = _run(target_folder, prompts, out, drop_truncated=True)
+    assert set(report.truncated) == cut != set()
+    assert (report.num_success, report.is_complete) == (7 - len(cut), True)
+    assert cut.isdisjoint(_by_id(out) if out.exists() else ())
+    again = _run(target_folder, prompts, out, drop_truncated=True)
+    assert (again.num_output_tokens, again.truncated) == (0, report.truncated)
+    assert _report(out)["truncated"] == report.truncated
+    assert _run(target_folder, prompts, out).num_success == len(cut)
+    assert _by_id(out) == _by_id(kept_all)
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_report_that_names_dropped_answers_must_be_readable(done, target_folder, content):
+    prompts, out = done
+    out.with_name(out.name + ".report.json").write_text(content)
+    with pytest.raises(UsageError, match="report of --out: "):
+        _run(target_folder, prompts, out, drop_truncated=True)
+
+
 def test_rows_are_on_disk_in_the_round_in_which_they_end(tmp_path, target_folder, monkeypatch):
     out, seen, step = tmp_path / "out.jsonl", [], Engine.step
 

@@ -17,6 +17,7 @@ from treespark.cli.flags import (
     Target,
     byte_size,
 )
+from treespark.errors import UsageError
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML recipe.")]
 Overrides = Annotated[
@@ -46,24 +47,83 @@ def continuations(
     ],
     out: Out,
     max_tokens: MaxTokens = 512,
-    batch_size: Annotated[int, typer.Option(min=1, help="Requests decoded at a time.")] = 8,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Requests decoded at a time. Default: 8.")
+    ] = None,
     drafter: DrafterDir = None,
     dtype: Dtype = "auto",
     device: Device = None,
+    drop_truncated: Annotated[
+        bool, typer.Option("--drop-truncated", help="Leave out answers that the limit ended.")
+    ] = False,
+    server: Annotated[
+        str | None,
+        typer.Option(help="Ask the server at this address, as http://host:8000/v1, instead."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Its name on the server. Default: the only one there.")
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Requests sent at a time. Default: 32.")
+    ] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="Variable with the key. Default: OPENAI_API_KEY.")
+    ] = None,
+    retries: Annotated[
+        int | None, typer.Option(min=0, help="Times a request is sent again. Default: 5.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Of the server's sampling. Default: 0, greedy.")
+    ] = None,
 ) -> None:
     """Let the target answer prompts greedily; a run that was interrupted goes on."""
-    from treespark.data.continuations import run_continuations
+    here = {
+        "batch-size": batch_size,
+        "drafter": drafter,
+        "dtype": None if dtype == "auto" else dtype,
+        "device": device,
+    }
+    there = {
+        "model": model,
+        "concurrency": concurrency,
+        "api-key-env": api_key_env,
+        "retries": retries,
+        "temperature": temperature,
+    }
+    word, others = ("only with", there) if server is None else ("not allowed with", here)
+    for name, value in others.items():
+        if value is not None:
+            raise UsageError(f"--{name} {value}: {word} --server")
+    if server is None:
+        from treespark.data.continuations import run_continuations
 
-    run_continuations(
-        target=target,
-        prompts=prompt_file,
-        out=out,
-        max_tokens=max_tokens,
-        batch_size=batch_size,
-        dtype=dtype,
-        device=device,
-        drafter=drafter,
-    )
+        run_continuations(
+            target=target,
+            prompts=prompt_file,
+            out=out,
+            max_tokens=max_tokens,
+            batch_size=batch_size or 8,
+            dtype=dtype,
+            device=device,
+            drafter=drafter,
+            drop_truncated=drop_truncated,
+        )
+    else:
+        from treespark.data.server_continuations import run_server_continuations
+
+        run_server_continuations(
+            target=target,
+            prompts=prompt_file,
+            out=out,
+            server=server,
+            max_tokens=max_tokens,
+            model=model,
+            concurrency=concurrency or 32,
+            api_key_env=api_key_env or "OPENAI_API_KEY",
+            retries=5 if retries is None else retries,
+            temperature=temperature or 0.0,
+            drop_truncated=drop_truncated,
+        )
 
 
 @app.command()

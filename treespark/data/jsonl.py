@@ -25,8 +25,11 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _parse(line: bytes, where: str, is_last: bool) -> Row | None:
-    """Return the object on one line, None for a blank one; raises UsageError."""
+def parse_object(line: bytes, where: str, is_last: bool = False) -> Row | None:
+    """Return the object on one line, or in the whole body of an answer; None for a blank one.
+
+    Raises UsageError, begun by `where`, for anything that a row could not hold.
+    """
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -77,7 +80,7 @@ def iter_jsonl(path: Path, *, ignore_tail: bool = False) -> Iterator[tuple[int, 
             line, pending, number = pending, stream.readline(), number + 1
             if ignore_tail and not line.endswith(b"\n"):
                 return
-            row = _parse(line, f"{path}:{number}", is_last=not pending)
+            row = parse_object(line, f"{path}:{number}", is_last=not pending)
             if row is not None:
                 yield number, row
 
