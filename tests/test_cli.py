@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: lazy rooms, exit codes, one-line mistakes, and the calls the verbs make."""
 
-import ast
-import importlib
-import inspect
 import json
 import logging
 import os
@@ -391,27 +388,3 @@ def test_public_names_are_lazy_and_resolve():
         _ = treespark.nothing
     for name in treespark.__all__:
         assert getattr(treespark, name) is not None
-
-
-VERBS = {
-    node.name: node
-    for module in (cli.training, cli.decoding)
-    for node in ast.parse(Path(module.__file__).read_text()).body
-    if isinstance(node, ast.FunctionDef)
-    and any(isinstance(inner, ast.ImportFrom) for inner in ast.walk(node))
-}
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_calls_of_a_verb_exist_and_take_its_arguments(verb):
-    # The verbs import late: a renamed function would otherwise only show when a user runs them.
-    imported = {}
-    for node in ast.walk(VERBS[verb]):
-        if isinstance(node, ast.ImportFrom):
-            module = importlib.import_module(node.module)
-            imported |= {a.asname or a.name: getattr(module, a.name) for a in node.names}
-    calls = [node for node in ast.walk(VERBS[verb]) if isinstance(node, ast.Call)]
-    for call in calls:
-        if getattr(call.func, "id", None) in imported:
-            signature = inspect.signature(imported[call.func.id])
-            signature.bind(*call.args, **{keyword.arg: keyword for keyword in call.keywords})

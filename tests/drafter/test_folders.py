@@ -209,3 +209,10 @@ def test_a_folder_with_something_else_is_never_overwritten(tmp_path):
     with pytest.raises(UsageError, match="it is a file"):
         tiny_drafter().save_pretrained(tmp_path / "file")
     assert (target_folder / "config.json").read_text() == '{"model_type": "llama"}'
+
+
+def test_written_files_have_the_usual_permissions(tmp_path):
+    tiny_drafter().save_pretrained(tmp_path / "drafter")
+    (tmp_path / "plain").write_text("")
+    usual = (tmp_path / "plain").stat().st_mode
+    assert {p.stat().st_mode for p in (tmp_path / "drafter").iterdir()} == {usual}

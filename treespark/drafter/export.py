@@ -115,6 +115,8 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (work / "config.json").write_text(text, encoding="utf-8")
         save_file(tensors, work / WEIGHTS_NAME, metadata={"format": "pt"})
+        # Nor is the file private that safetensors makes.
+        (work / WEIGHTS_NAME).chmod(0o666 & ~_umask())
         for name in ("config.json", WEIGHTS_NAME):
             with (work / name).open("rb+") as file:
                 os.fsync(file.fileno())
