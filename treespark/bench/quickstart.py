@@ -165,6 +165,7 @@ def _loss_table(lines: list[dict[str, Any]]) -> Table:
 def _next_steps(console: Console, target: Path, drafter: Path, wall_s: float) -> None:
     _head(console, f"Done in {wall_s / 60:.1f} minutes. What to run next")
     lines = [
+        "source .venv/bin/activate",
         "# talk to it",
         f"treespark generate {target} 'Why is the sky blue?' --drafter {drafter}",
         "# measure it properly: all budgets, three repeats, time by phase",
