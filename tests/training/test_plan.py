@@ -71,12 +71,13 @@ def test_more_memory_means_larger_micro_batches_and_little_memory_higher_stages(
         planning.choose(shapes, run, dataclasses.replace(CARDS, memory_bytes=size * GIB))
         for size in (200, 64, 40)
     ]
-    micro = [batch for _, batch in found]
+    micro = [batch for _, batch, _ in found]
     assert micro == sorted(micro, reverse=True)
     assert micro[0] > micro[-1]
-    for size, (stage, batch) in zip((200, 64, 40), found, strict=True):
+    for size, (stage, batch, chosen) in zip((200, 64, 40), found, strict=True):
         parts = planning.memory(shapes, run, 4096, stage=stage, devices=8, micro_batch=batch)
         assert sum(parts.values()) < size * GIB
+        assert parts == chosen
     with pytest.raises(UsageError, match=r"--memory 8G: one row of data.max_tokens 4096 needs"):
         planning.choose(shapes, run, dataclasses.replace(CARDS, memory_bytes=8 * GIB))
     with pytest.raises(UsageError, match=r"--devices 7: cannot share train.global_batch 64"):

@@ -126,6 +126,13 @@ def test_a_checkpoint_holds_whole_tensors_and_no_pickle(runs, name):
     assert json.loads((folder / "state.json").read_text())["step"] == STEPS
 
 
+def test_a_zero_stage_without_torchrun_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    run = recipe(tmp_path, tmp_path, train={"zero_stage": 1})
+    with pytest.raises(UsageError, match=r"zero_stage 1: .*torchrun"):
+        setup.updates(run, None, Ranks(0, 1, torch.device("cpu")))
+
+
 def test_a_batch_that_cannot_be_shared_is_refused(tmp_path):
     run = recipe(tmp_path, tmp_path, train={"global_batch": 6, "micro_batch": 2})
     ranks = Ranks(0, 2, torch.device("cpu"))

@@ -2,7 +2,7 @@
 """Verbs from a target to a trained drafter."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -90,10 +90,7 @@ def continuations(
         "retries": retries,
         "temperature": temperature,
     }
-    word, others = ("only with", there) if server is None else ("not allowed with", here)
-    for name, value in others.items():
-        if value is not None:
-            raise UsageError(f"--{name} {value}: {word} --server")
+    _refuse_others(here, there, server)
     if server is None:
         from treespark.data.continuations import run_continuations
 
@@ -124,6 +121,14 @@ def continuations(
             temperature=temperature or 0.0,
             drop_truncated=drop_truncated,
         )
+
+
+def _refuse_others(here: dict[str, Any], there: dict[str, Any], server: str | None) -> None:
+    """Refuse options of decoding here with a server, and of a server without one."""
+    word, others = ("only with", there) if server is None else ("not allowed with", here)
+    for name, value in others.items():
+        if value is not None:
+            raise UsageError(f"--{name} {value}: {word} --server")
 
 
 @app.command()

@@ -165,8 +165,9 @@ def store_bytes(shapes: Shapes, workload: Workload) -> int:
     return workload.rows * workload.mean_tokens * per_token
 
 
-def choose(shapes: Shapes, recipe: Recipe, machine: Machine) -> tuple[int, int]:
-    """Return (zero_stage, micro_batch): the largest micro-batch that fits, at the lowest stage.
+def choose(shapes: Shapes, recipe: Recipe, machine: Machine) -> tuple[int, int, dict[str, float]]:
+    """Return (zero_stage, micro_batch, memory by part): the largest micro-batch that fits, at the
+    lowest stage.
 
     Rows are as long as data.max_tokens. Raises UsageError where not even one row fits at stage 3.
     """
@@ -188,7 +189,7 @@ def choose(shapes: Shapes, recipe: Recipe, machine: Machine) -> tuple[int, int]:
                 micro_batch=micro,
             )
             if sum(parts.values()) <= _USABLE * machine.memory_bytes:
-                return stage, micro
+                return stage, micro, parts
     need = sum(parts.values()) / _USABLE / GIB
     raise UsageError(
         f"--memory {machine.memory_bytes / GIB:.0f}G: one row of data.max_tokens "
@@ -198,7 +199,7 @@ def choose(shapes: Shapes, recipe: Recipe, machine: Machine) -> tuple[int, int]:
 
 def plan(recipe: Recipe, shapes: Shapes, machine: Machine, workload: Workload) -> dict[str, Any]:
     """Return the whole plan, JSON-ready: counts, FLOPs, hours, memory and disk by part."""
-    stage, micro = choose(shapes, recipe, machine)
+    stage, micro, parts = choose(shapes, recipe, machine)
     flops = flops_per_row(shapes, recipe, workload.mean_tokens)
     steps_by_epoch = max(1, workload.rows // recipe.train.global_batch)
     limits = [recipe.train.max_steps, (recipe.train.epochs or 0) * steps_by_epoch]
@@ -215,14 +216,7 @@ def plan(recipe: Recipe, shapes: Shapes, machine: Machine, workload: Workload) -
         "hours": steps * step_s / 3600,
         "zero_stage": stage,
         "micro_batch": micro,
-        "memory": memory(
-            shapes,
-            recipe,
-            recipe.data.max_tokens,
-            stage=stage,
-            devices=machine.devices,
-            micro_batch=micro,
-        ),
+        "memory": parts,
         "store": {
             "bytes": disk,
             "fits": disk <= machine.disk_bytes,

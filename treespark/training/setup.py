@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -200,6 +201,11 @@ def updates(recipe: Recipe, drafter: TreeSparkDrafter, ranks: Ranks) -> Updates:
         stage = 0 if ranks.world_size == 1 else 1
     if stage == 0:
         return PlainUpdates(drafter, recipe.optim, ranks, count)
+    if "RANK" not in os.environ:
+        raise UsageError(
+            f"train.zero_stage {stage}: DeepSpeed needs processes started by torchrun "
+            "(launch/train_910b.sh); without, set train.zero_stage=0"
+        )
     from treespark.training.zero import ZeroUpdates
 
     return ZeroUpdates(
