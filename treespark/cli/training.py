@@ -39,6 +39,33 @@ def fetch(
     typer.echo(run_fetch(name, out))
 
 
+_BatchSize = Annotated[
+    int | None, typer.Option(min=1, help="Requests decoded at a time. Default: 8.")
+]
+_DropTruncated = Annotated[
+    bool, typer.Option("--drop-truncated", help="Leave out answers that the limit ended.")
+]
+_Server = Annotated[
+    str | None,
+    typer.Option(help="Ask the server at this address, as http://host:8000/v1, instead."),
+]
+_Model = Annotated[
+    str | None, typer.Option(help="Its name on the server. Default: the only one there.")
+]
+_Concurrency = Annotated[
+    int | None, typer.Option(min=1, help="Requests sent at a time. Default: 32.")
+]
+_ApiKeyEnv = Annotated[
+    str | None, typer.Option(help="Variable with the key. Default: OPENAI_API_KEY.")
+]
+_Retries = Annotated[
+    int | None, typer.Option(min=0, help="Times a request is sent again. Default: 5.")
+]
+_Temperature = Annotated[
+    float | None, typer.Option(min=0, help="Of the server's sampling. Default: 0, greedy.")
+]
+
+
 @app.command()
 def continuations(
     target: Target,
@@ -47,49 +74,23 @@ def continuations(
     ],
     out: Out,
     max_tokens: MaxTokens = 512,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Requests decoded at a time. Default: 8.")
-    ] = None,
+    batch_size: _BatchSize = None,
     drafter: DrafterDir = None,
     dtype: Dtype = "auto",
     device: Device = None,
-    drop_truncated: Annotated[
-        bool, typer.Option("--drop-truncated", help="Leave out answers that the limit ended.")
-    ] = False,
-    server: Annotated[
-        str | None,
-        typer.Option(help="Ask the server at this address, as http://host:8000/v1, instead."),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Its name on the server. Default: the only one there.")
-    ] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Requests sent at a time. Default: 32.")
-    ] = None,
-    api_key_env: Annotated[
-        str | None, typer.Option(help="Variable with the key. Default: OPENAI_API_KEY.")
-    ] = None,
-    retries: Annotated[
-        int | None, typer.Option(min=0, help="Times a request is sent again. Default: 5.")
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(min=0, help="Of the server's sampling. Default: 0, greedy.")
-    ] = None,
+    drop_truncated: _DropTruncated = False,
+    server: _Server = None,
+    model: _Model = None,
+    concurrency: _Concurrency = None,
+    api_key_env: _ApiKeyEnv = None,
+    retries: _Retries = None,
+    temperature: _Temperature = None,
 ) -> None:
     """Let the target answer prompts greedily; a run that was interrupted goes on."""
-    here = {
-        "batch-size": batch_size,
-        "drafter": drafter,
-        "dtype": None if dtype == "auto" else dtype,
-        "device": device,
-    }
-    there = {
-        "model": model,
-        "concurrency": concurrency,
-        "api-key-env": api_key_env,
-        "retries": retries,
-        "temperature": temperature,
-    }
+    kind = None if dtype == "auto" else dtype
+    here = {"batch-size": batch_size, "drafter": drafter, "dtype": kind, "device": device}
+    there = {"model": model, "concurrency": concurrency, "api-key-env": api_key_env}
+    there |= {"retries": retries, "temperature": temperature}
     _refuse_others(here, there, server)
     if server is None:
         from treespark.data.continuations import run_continuations
