@@ -86,7 +86,11 @@ def train(recipe: Recipe, *, resume: str = "auto") -> Path:
     setup.check(recipe)
     devices.seed_everything(recipe.train.seed)
     target = setup.load_target(recipe)
-    with join(target.device) as ranks, setup.output_folder(recipe, ranks):
+    with (
+        join(target.device) as ranks,
+        setup.output_folder(recipe, ranks),
+        contextlib.ExitStack() as open_until_the_end,
+    ):
         rows, holdout = _rows(recipe, target)
         drafter = setup.new_drafter(recipe, target, rows + holdout)
         run = _Run(
@@ -94,7 +98,7 @@ def train(recipe: Recipe, *, resume: str = "auto") -> Path:
             ranks,
             drafter,
             setup.updates(recipe, drafter, ranks),
-            feature_source(target, recipe.data.features, recipe.data.store),
+            open_until_the_end.enter_context(feature_source(target, recipe.data, rows + holdout)),
             rows,
             holdout,
             setup.settings(recipe, target, rows),
@@ -178,6 +182,7 @@ def _step(run: _Run, step: int) -> dict[str, Any]:
     weights = setup.loss_weights(run.recipe, step, run.total_steps)
     objective = setup.objective(run.recipe)
     micros = [_micro_batch(run, draws) for draws in _draws(run, step)]
+    run.features.prefetch([row for draws in _draws(run, step + 1) for _, row in draws])
     plans: list[MicroBatchPlan | None] = [None] * len(micros)
     denominators = None
     if len(micros) > 1:

@@ -230,8 +230,11 @@ def settings(recipe: Recipe, target: TargetModel, rows: Sequence[Row]) -> dict[s
     dumped = recipe.model_dump(mode="json", exclude={"output": True, "target": {"model"}})
     for key in _FREE_TRAIN_KEYS:
         dumped["train"].pop(key)
-    for key in ("continuations", "store", "features"):
+    for key in ("continuations", "store", "store_bytes", "features"):
         dumped["data"].pop(key)
+    if recipe.data.taps_dtype == "plain":
+        # Runs older than the field go on.
+        dumped["data"].pop("taps_dtype")
     flat = {
         f"{section}.{key}": value
         for section, values in dumped.items()
