@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipes in recipes/: each loads, and differs from its target's TreeSpark recipe as it says."""
+"""The shipped recipes: each loads, and differs from TreeSpark of its target in what it names."""
 
 import pytest
 
@@ -30,9 +30,7 @@ TREE_LOSSES = {"losses.survival": (0.1, 0.0), "losses.coverage": (0.1, 0.0)}
     ("target", "wide", "own"),
     [("smollm2-135m", 96, 64), ("qwen3-4b", 192, 128), ("qwen3-8b", 192, 128)],
 )
-def test_recipes_of_a_target_differ_from_treespark_in_what_they_name(
-    repository, target, wide, own
-):
+def test_recipes_of_a_target_differ_from_treespark_in_what_they_name(repository, target, wide, own):
     found = shipped_recipes(repository)
     base, plain = found[f"{target}-treespark"], {"drafter.head_dim": (wide, own)}
     expected = {

@@ -21,6 +21,7 @@ from treespark.training.losses import (
     depth_weights,
     overlap_rows,
     validity,
+    weighted_term,
 )
 from treespark.training.replay import (
     CoverageSettings,
@@ -32,12 +33,12 @@ from treespark.training.replay import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
     from treespark.data.batches import Batch
-    from treespark.drafter.modeling import TreeSparkDrafter
+    from treespark.drafter.auto import AnyDrafter
     from treespark.tree.policy import NodeLogits, TreePolicy
 
 Terms = dict[str, LossTerm]
@@ -86,7 +87,7 @@ class MicroBatchTerms:
 
 
 def plan_micro_batch(
-    drafter: TreeSparkDrafter,
+    drafter: AnyDrafter,
     micro: MicroBatch,
     objective: Objective,
     weights: Mapping[str, float],
@@ -103,7 +104,7 @@ def plan_micro_batch(
 
 
 def micro_batch_terms(
-    drafter: TreeSparkDrafter,
+    drafter: AnyDrafter,
     micro: MicroBatch,
     objective: Objective,
     weights: Mapping[str, float],
@@ -117,8 +118,7 @@ def micro_batch_terms(
     hidden = _blocks(drafter, micro)
     if plan is None:
         plan = _plan(drafter, hidden.detach(), micro, objective, weights)
-    rows = _Rows.of(micro.batch, drafter.config.block_size)
-    terms, counters = _base(drafter, hidden, rows, micro.last_hidden, objective, weights)
+    terms, counters = _base(drafter, hidden, micro, objective, weights)
     if plan.replay is not None:
         grows = micro.batch.tree_keep
         terms |= tree_terms(plan.replay, _node_logits(drafter, hidden[grows], objective))
@@ -126,7 +126,7 @@ def micro_batch_terms(
     return MicroBatchTerms(terms, counters, plan)
 
 
-def _blocks(drafter: TreeSparkDrafter, micro: MicroBatch) -> Tensor:
+def _blocks(drafter: AnyDrafter, micro: MicroBatch) -> Tensor:
     batch = micro.batch
     return drafter.training_blocks(batch.input_ids, micro.features, batch.anchors, batch.keep)
 
@@ -136,7 +136,7 @@ def _grows(batch: Batch, weights: Mapping[str, float]) -> bool:
 
 
 def _plan(
-    drafter: TreeSparkDrafter,
+    drafter: AnyDrafter,
     hidden: Tensor | None,
     micro: MicroBatch,
     objective: Objective,
@@ -162,8 +162,9 @@ def _plan(
         trees = replay.denominators()
     base = depth_weights(rows.valid, objective.coverage.gamma).sum()
     zero = torch.zeros_like(base)
-    trees = {"survival": zero, "coverage": zero} | trees
-    return MicroBatchPlan({name: trees.get(name, base) for name in weights}, replay)
+    # Soft cross-entropy is a mean over all tokens, supervised or not (algorithms 2.7).
+    others = {"survival": zero, "coverage": zero, "soft_ce": batch.lengths.sum().to(base)} | trees
+    return MicroBatchPlan({name: others.get(name, base) for name in weights}, replay)
 
 
 @dataclass(frozen=True)
@@ -198,48 +199,72 @@ class _Rows:
 
 
 def _base(
-    drafter: TreeSparkDrafter,
+    drafter: AnyDrafter,
     hidden: Tensor,
-    rows: _Rows,
-    last_hidden: Tensor,
+    micro: MicroBatch,
     objective: Objective,
     weights: Mapping[str, float],
 ) -> tuple[Terms, Terms]:
+    """The losses that need no tree, and the overlap of drafter and teacher per depth."""
+    rows = _Rows.of(micro.batch, drafter.config.block_size)
+    valid, soft = rows.valid, bool(weights.get("soft_ce"))
+    row_weights = depth_weights(valid, objective.coverage.gamma)[valid]
+    with_teacher = bool(weights["l1"] or weights["confidence"] or soft)
+    losses = _vocab_losses(drafter, hidden, micro, rows, objective, with_teacher)
+    terms: Terms = {}
+    if soft:
+        soft_ce, l1 = losses(None)
+        numerator = weighted_term(soft_ce, row_weights).numerator
+        terms["soft_ce"] = LossTerm(numerator, micro.batch.lengths.sum().to(numerator))
+    if not soft or weights["ce"] or weights["l1"] or weights["confidence"]:
+        ce, l1 = losses(rows.labels[valid])
+        confidence = None
+        if weights["confidence"] and drafter.confidence_head is not None:
+            inputs = hidden[valid]
+            if objective.confidence_stop_gradient:
+                inputs = inputs.detach()
+            confidence = drafter.confidence_logits(inputs, rows.parents[valid])
+        terms |= base_terms(ce, l1 if with_teacher else None, row_weights, confidence)
+    if not with_teacher:
+        return terms, {}
+    overlap = torch.zeros_like(valid, dtype=l1.dtype)
+    overlap[valid] = overlap_rows(l1)
+    return terms, {"overlap": overlap_per_depth(overlap, valid)}
+
+
+def _vocab_losses(
+    drafter: AnyDrafter,
+    hidden: Tensor,
+    micro: MicroBatch,
+    rows: _Rows,
+    objective: Objective,
+    with_teacher: bool,
+) -> Callable[[Tensor | None], tuple[Tensor, Tensor]]:
+    """The function from labels, None for the teacher, to cross-entropy and L1 of all valid rows."""
     valid, head = rows.valid, drafter.markov_head
     latent = None if head is None else head.latent(rows.parents, hidden)[valid]
-    row_weights = depth_weights(valid, objective.coverage.gamma)[valid]
-    with_teacher = bool(weights["l1"] or weights["confidence"])
     teacher_hidden = teacher_row = None
     if with_teacher:
         positions, teacher_row = rows.flat_position()[valid].unique(return_inverse=True)
-        teacher_hidden = last_hidden.flatten(0, 1)[positions]
-    ce, l1 = vocab_losses(
-        hidden[valid],
-        latent,
-        drafter.lm_head.weight,
-        None if head is None else head.markov_w2.weight,
-        teacher_hidden,
-        teacher_row,
-        rows.labels[valid],
-        chunk_rows=objective.chunk_rows,
-        keep_logits=objective.keep_logits,
-    )
-    if not with_teacher:
-        return base_terms(ce, None, row_weights), {}
-    confidence = None
-    if weights["confidence"] and drafter.confidence_head is not None:
-        inputs = hidden[valid]
-        if objective.confidence_stop_gradient:
-            inputs = inputs.detach()
-        confidence = drafter.confidence_logits(inputs, rows.parents[valid])
-    overlap = torch.zeros_like(valid, dtype=ce.dtype)
-    overlap[valid] = overlap_rows(l1)
-    return base_terms(ce, l1, row_weights, confidence), {
-        "overlap": overlap_per_depth(overlap, valid)
-    }
+        teacher_hidden = micro.last_hidden.flatten(0, 1)[positions]
+
+    def losses(labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        return vocab_losses(
+            hidden[valid],
+            latent,
+            drafter.lm_head.weight,
+            None if head is None else head.markov_w2.weight,
+            teacher_hidden,
+            teacher_row,
+            labels,
+            chunk_rows=objective.chunk_rows,
+            keep_logits=objective.keep_logits,
+        )
+
+    return losses
 
 
-def _node_logits(drafter: TreeSparkDrafter, hidden: Tensor, objective: Objective) -> NodeLogits:
+def _node_logits(drafter: AnyDrafter, hidden: Tensor, objective: Objective) -> NodeLogits:
     """Logits per depth and parent from the block outputs [T, B, H] of the anchors that grow."""
     head = drafter.markov_head
     return depth_logits(
