@@ -138,8 +138,8 @@ def _steps(run: _Run, first: int, memory: dict[str, Any], log: MetricsLog | None
             skipped = _count_skipped(outcome, skipped, step)
             bar.update()
             if step % 10 == 0:
-                ce = outcome.get("ce", math.nan)
-                bar.set_postfix(loss=f"{outcome['loss']:.3f}", ce=f"{ce:.3f}")
+                shown = [name for name in ("loss", "ce", "soft_ce") if name in outcome]
+                bar.set_postfix({name: f"{outcome[name]:.3f}" for name in shown})
             if train.eval_every and (done % train.eval_every == 0 or done == total):
                 _evaluate(run, step, log)
             # One rank may have been signalled: all stop at the same step.
