@@ -33,7 +33,7 @@ from treespark.training.replay import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
 
@@ -118,7 +118,13 @@ def micro_batch_terms(
     hidden = _blocks(drafter, micro)
     if plan is None:
         plan = _plan(drafter, hidden.detach(), micro, objective, weights)
-    terms, counters = _base(drafter, hidden, micro, objective, weights)
+    rows = _Rows.of(micro.batch, drafter.config.block_size)
+    terms, counters = {}, {}
+    if not weights.get("soft_ce") or weights["ce"] or weights["l1"] or weights["confidence"]:
+        terms, counters = _base(drafter, hidden, rows, micro.last_hidden, objective, weights)
+    if weights.get("soft_ce"):
+        soft_terms, overlap = _soft(drafter, hidden, rows, micro, objective)
+        terms, counters = terms | soft_terms, counters | overlap
     if plan.replay is not None:
         grows = micro.batch.tree_keep
         terms |= tree_terms(plan.replay, _node_logits(drafter, hidden[grows], objective))
@@ -201,67 +207,70 @@ class _Rows:
 def _base(
     drafter: AnyDrafter,
     hidden: Tensor,
-    micro: MicroBatch,
+    rows: _Rows,
+    last_hidden: Tensor,
     objective: Objective,
     weights: Mapping[str, float],
 ) -> tuple[Terms, Terms]:
-    """The losses that need no tree, and the overlap of drafter and teacher per depth."""
-    rows = _Rows.of(micro.batch, drafter.config.block_size)
-    valid, soft = rows.valid, bool(weights.get("soft_ce"))
-    row_weights = depth_weights(valid, objective.coverage.gamma)[valid]
-    with_teacher = bool(weights["l1"] or weights["confidence"] or soft)
-    losses = _vocab_losses(drafter, hidden, micro, rows, objective, with_teacher)
-    terms: Terms = {}
-    if soft:
-        soft_ce, l1 = losses(None)
-        numerator = weighted_term(soft_ce, row_weights).numerator
-        terms["soft_ce"] = LossTerm(numerator, micro.batch.lengths.sum().to(numerator))
-    if not soft or weights["ce"] or weights["l1"] or weights["confidence"]:
-        ce, l1 = losses(rows.labels[valid])
-        confidence = None
-        if weights["confidence"] and drafter.confidence_head is not None:
-            inputs = hidden[valid]
-            if objective.confidence_stop_gradient:
-                inputs = inputs.detach()
-            confidence = drafter.confidence_logits(inputs, rows.parents[valid])
-        terms |= base_terms(ce, l1 if with_teacher else None, row_weights, confidence)
-    if not with_teacher:
-        return terms, {}
-    overlap = torch.zeros_like(valid, dtype=l1.dtype)
-    overlap[valid] = overlap_rows(l1)
-    return terms, {"overlap": overlap_per_depth(overlap, valid)}
-
-
-def _vocab_losses(
-    drafter: AnyDrafter,
-    hidden: Tensor,
-    micro: MicroBatch,
-    rows: _Rows,
-    objective: Objective,
-    with_teacher: bool,
-) -> Callable[[Tensor | None], tuple[Tensor, Tensor]]:
-    """The function from labels, None for the teacher, to cross-entropy and L1 of all valid rows."""
     valid, head = rows.valid, drafter.markov_head
     latent = None if head is None else head.latent(rows.parents, hidden)[valid]
+    row_weights = depth_weights(valid, objective.coverage.gamma)[valid]
+    with_teacher = bool(weights["l1"] or weights["confidence"])
     teacher_hidden = teacher_row = None
     if with_teacher:
         positions, teacher_row = rows.flat_position()[valid].unique(return_inverse=True)
-        teacher_hidden = micro.last_hidden.flatten(0, 1)[positions]
+        teacher_hidden = last_hidden.flatten(0, 1)[positions]
+    ce, l1 = vocab_losses(
+        hidden[valid],
+        latent,
+        drafter.lm_head.weight,
+        None if head is None else head.markov_w2.weight,
+        teacher_hidden,
+        teacher_row,
+        rows.labels[valid],
+        chunk_rows=objective.chunk_rows,
+        keep_logits=objective.keep_logits,
+    )
+    if not with_teacher:
+        return base_terms(ce, None, row_weights), {}
+    confidence = None
+    if weights["confidence"] and drafter.confidence_head is not None:
+        inputs = hidden[valid]
+        if objective.confidence_stop_gradient:
+            inputs = inputs.detach()
+        confidence = drafter.confidence_logits(inputs, rows.parents[valid])
+    overlap = torch.zeros_like(valid, dtype=ce.dtype)
+    overlap[valid] = overlap_rows(l1)
+    return base_terms(ce, l1, row_weights, confidence), {
+        "overlap": overlap_per_depth(overlap, valid)
+    }
 
-    def losses(labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        return vocab_losses(
-            hidden[valid],
-            latent,
-            drafter.lm_head.weight,
-            None if head is None else head.markov_w2.weight,
-            teacher_hidden,
-            teacher_row,
-            labels,
-            chunk_rows=objective.chunk_rows,
-            keep_logits=objective.keep_logits,
-        )
 
-    return losses
+def _soft(
+    drafter: AnyDrafter, hidden: Tensor, rows: _Rows, micro: MicroBatch, objective: Objective
+) -> tuple[Terms, Terms]:
+    """Cross-entropy with the target's distributions, over all tokens (algorithms 2.7)."""
+    valid, head = rows.valid, drafter.markov_head
+    positions, teacher_row = rows.flat_position()[valid].unique(return_inverse=True)
+    soft_ce, l1 = vocab_losses(
+        hidden[valid],
+        None if head is None else head.latent(rows.parents, hidden)[valid],
+        drafter.lm_head.weight,
+        None if head is None else head.markov_w2.weight,
+        micro.last_hidden.flatten(0, 1)[positions],
+        teacher_row,
+        None,
+        chunk_rows=objective.chunk_rows,
+        keep_logits=objective.keep_logits,
+    )
+    row_weights = depth_weights(valid, objective.coverage.gamma)[valid]
+    numerator = weighted_term(soft_ce, row_weights).numerator
+    overlap = torch.zeros_like(valid, dtype=l1.dtype)
+    overlap[valid] = overlap_rows(l1)
+    return (
+        {"soft_ce": LossTerm(numerator, micro.batch.lengths.sum().to(numerator))},
+        {"overlap": overlap_per_depth(overlap, valid)},
+    )
 
 
 def _node_logits(drafter: AnyDrafter, hidden: Tensor, objective: Objective) -> NodeLogits:
