@@ -17,12 +17,14 @@ from tests.serving_world import (
     run,
     world,
 )
+from treespark.drafter.auto import drafted_logits
 from treespark.serving.engine import Engine, RoundBatch
 from treespark.tree import policy as tree_policy
 from treespark.tree import verify as tree_verify
 from treespark.tree.policy import TreePolicy
 
 if TYPE_CHECKING:
+    from treespark.drafter.auto import AnyDrafter
     from treespark.serving.scheduler import RequestOutput
     from treespark.tree.packed import PackedTree
 
@@ -67,11 +69,14 @@ def check_ties_go_to_the_lowest_id() -> None:
     assert path.retrieve_indices.tolist() == [[0, 1, 3]]
 
 
-def check_trees_equal_a_full_recompute(prefill_chunk: int = 7) -> None:
+def check_trees_equal_a_full_recompute(
+    prefill_chunk: int = 7, model: AnyDrafter | None = None
+) -> None:
     """Every drafted tree is the one that a fresh context of the whole text gives."""
     some, target = prompts(4, seed=3), world().target
     answers = {str(i): world().reference(prompt, 25) for i, prompt in enumerate(some)}
-    model, policy = drafter(target), TreePolicy(5, 4, 16)
+    model = model or drafter(target)
+    policy = TreePolicy(5, 1 if model.config.chain_only else 4, 16)
     # The oracle decides the rounds, so that long paths through scattered nodes feed the context.
     engine = Engine(
         target,
@@ -121,10 +126,10 @@ def recomputed_tree(target, model, policy: TreePolicy, ids: list[int], limit: in
     target.set_taps(model.config.target_layer_ids)
     features = target.prefill(target.new_cache(1, len(ids)), 0, 0, torch.tensor(ids[:-1])).features
     context = model.new_cache(1, len(ids))
-    model.extend_context(context, 0, 0, features)
+    model.extend_context(context, 0, 0, features, torch.tensor(ids[:-1]))
     anchors = torch.tensor(ids[-1:])
     hidden = model.draft_block(context, [0], [len(ids) - 1], anchors)
-    pool = tree_policy.expand(model.node_logits(hidden), anchors, policy)
+    pool = tree_policy.expand(drafted_logits(model, hidden, anchors), anchors, policy)
     tree = tree_policy.pack(pool, policy.budget, torch.tensor([limit]))
     size = int(tree.num_nodes[0]) + 1
     return tree.tokens[0, :size].tolist(), tree.parents[0, :size].tolist()

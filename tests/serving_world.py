@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from treespark.drafter.config import TreeSparkConfig
+from treespark.drafter.eagle3 import Eagle3Config, Eagle3Drafter
 from treespark.drafter.modeling import TreeSparkDrafter
 from treespark.serving.scheduler import Request, RequestOutput, SamplingParams
 from treespark.target.model import TargetModel
@@ -158,6 +159,26 @@ def drafter(target: TargetModel, seed: int = 0, **options: object) -> TreeSparkD
     torch.manual_seed(seed)
     config = TreeSparkConfig(**(defaults | options))
     return TreeSparkDrafter.init_from_target(config, target.embed_weight, target.head_weight).eval()
+
+
+def eagle3_drafter(target: TargetModel, seed: int = 0, **options: object) -> Eagle3Drafter:
+    """A random drafter of chains of 5 tokens for a target."""
+    defaults = {
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "block_size": 5,
+        "target_layer_ids": [0, 2],
+        "num_target_layers": target.num_layers,
+        "initializer_range": 0.4,
+        "max_position_embeddings": target.max_context,
+    }
+    torch.manual_seed(seed)
+    config = Eagle3Config(**(defaults | options))
+    return Eagle3Drafter.init_from_target(config, target.embed_weight, target.head_weight).eval()
 
 
 def prompts(number: int, vocab: int = VOCAB, seed: int = 0, longest: int = 40) -> list[list[int]]:

@@ -125,7 +125,7 @@ def stale_draft_rows(patch):
     """Draft K/V: after prefill the context only counts up, no row is written."""
     original = TreeSparkDrafter.extend_contexts
 
-    def stale(self, cache, slots, starts, counts, features):
+    def stale(self, cache, slots, starts, counts, features, token_ids=None):
         # Prefill feeds one slot at a time; only it may start at row 0 or continue a prompt.
         if len(slots) == 1 and counts[0] > 1:
             original(self, cache, slots, starts, counts, features)
@@ -137,11 +137,11 @@ def draft_rows_of_the_wrong_nodes(patch):
     """Draft K/V: features of the first nodes of the tree in place of the accepted path's."""
     original = Engine._keep_rows
 
-    def first_nodes(self, running, accepted, features):
+    def first_nodes(self, running, accepted, tree, features):
         spread = torch.zeros_like(features)
         for i, item in enumerate(accepted):
             spread[i, item.nodes] = features[i, : len(item.nodes)]
-        original(self, running, accepted, spread)
+        original(self, running, accepted, tree, spread)
 
     patch.setattr(Engine, "_keep_rows", first_nodes)
 
@@ -150,7 +150,7 @@ def only_the_last_chunk_feeds_the_drafter(patch):
     """Draft K/V: the features of all but the newest prefill chunk are zero."""
     original = TreeSparkDrafter.extend_contexts
 
-    def forgetful(self, cache, slots, starts, counts, features):
+    def forgetful(self, cache, slots, starts, counts, features, token_ids=None):
         for slot, start in zip(slots, starts, strict=True):
             for rows in (*cache.keys, *cache.values):
                 rows[slot, :, :start] = 0

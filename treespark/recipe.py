@@ -2,8 +2,8 @@
 """Recipes: YAML files that become one typed, frozen object, with the place of every mistake named.
 
 A recipe holds differences from the defaults below. `extends: base.yaml` takes another recipe's
-values first (one level), `--set a.b=c` replaces single values last. Paths in a file are relative to
-that file, paths given with `--set` are relative to the current folder.
+values first, which may extend a third one; `--set a.b=c` replaces single values last. Paths in a
+file are relative to that file, paths given with `--set` are relative to the current folder.
 """
 
 from __future__ import annotations
@@ -56,8 +56,13 @@ class TargetSection(Section):
 
 
 class DrafterSection(Section):
-    """Shape of the drafter. The four widths depend on the target and have no default."""
+    """Shape of the drafter. The four widths depend on the target and have no default.
 
+    architecture: `block` drafts all depths in one pass (DFlash, DSpark, TreeSpark); `eagle3` drafts
+    token by token, `block_size` of them.
+    """
+
+    architecture: Literal["block", "eagle3"] = "block"
     num_attention_heads: Annotated[int, Field(ge=1, le=1024)]
     num_key_value_heads: Annotated[int, Field(ge=1, le=1024)]
     head_dim: Annotated[int, Field(ge=2, le=4096, multiple_of=2)]
@@ -69,6 +74,8 @@ class DrafterSection(Section):
     markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
+    # False: the in-place layout of z-lab's DFlash (algorithms.md 1.2).
+    anchor_predicts_next: bool = True
     target_layer_ids: tuple[Annotated[int, Field(ge=0, le=1000)], ...] | None = Field(
         None, min_length=1
     )
@@ -121,13 +128,17 @@ class DataSection(Section):
 
 
 class LossWeights(Section):
-    """Weight of each loss term; 0 turns a term off."""
+    """Weight of each loss term; 0 turns a term off.
+
+    ce takes the label, soft_ce the target's distribution (EAGLE-3).
+    """
 
     ce: Weight = 0.1
     l1: Weight = 0.9
     confidence: Weight = 1.0
     survival: Weight = 0.1
     coverage: Weight = 0.1
+    soft_ce: Weight = 0.0
 
     @model_validator(mode="after")
     def _check_some(self) -> LossWeights:
@@ -201,6 +212,18 @@ class OutputSection(Section):
     dir: Path
 
 
+# The only values that an eagle3 drafter has: it is one layer without heads and masks, and has no
+# trees, as each of its tokens is drafted from the state behind the one before.
+_EAGLE3_ONLY: dict[Key, Any] = {
+    ("drafter", "num_hidden_layers"): 1,
+    ("drafter", "markov_rank"): 0,
+    ("drafter", "enable_confidence_head"): False,
+    ("drafter", "anchor_predicts_next"): True,
+    ("drafter", "mask_token_id"): None,
+    ("policy", "branching"): 1,
+}
+
+
 class Recipe(Section):
     """A whole training run."""
 
@@ -221,6 +244,18 @@ class Recipe(Section):
             raise ConflictError(message, "policy.depth", "drafter.block_size")
         return self
 
+    @model_validator(mode="after")
+    def _check_eagle3(self) -> Recipe:
+        if self.drafter.architecture != "eagle3":
+            return self
+        for (section, name), only in _EAGLE3_ONLY.items():
+            value = getattr(getattr(self, section), name)
+            if value != only:
+                word = str(only).lower().replace("none", "null")
+                message = f"{section}.{name} {value}: allowed {word} (drafter.architecture eagle3)"
+                raise ConflictError(message, f"{section}.{name}", "drafter.architecture")
+        return self
+
 
 PATH_KEYS: tuple[Key, ...] = (
     ("target", "model"),
@@ -237,14 +272,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     range; the message starts with file:line, or with `--set`.
     """
     source = Path(path)
-    values, origins, base = _read(source)
-    if base is not None:
-        base_values, base_origins, further = _read(base)
-        if further is not None:
-            raise UsageError(
-                f"{base}: extends: a base recipe cannot extend another ({source} extends it)"
-            )
-        values, origins = merge(base_values, values), {**base_origins, **origins}
+    values, origins = _read_all(source)
     for text in overrides:
         key, value = parse_override(text)
         change: Any = value
@@ -269,6 +297,21 @@ def dump_recipe(recipe: Recipe, folder: str | os.PathLike[str] | None = None) ->
                 values[section][key], lambda text: os.path.relpath(text, os.path.abspath(folder))
             )
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _read_all(source: Path) -> tuple[dict[str, Any], Origins]:
+    """Values and origins of a recipe over those of the recipes that it extends, level by level."""
+    values, origins, base = _read(source)
+    read = {os.path.realpath(source)}
+    extending = source
+    while base is not None:
+        if os.path.realpath(base) in read:
+            raise UsageError(f"{extending}: extends: {base} extends this recipe in turn")
+        read.add(os.path.realpath(base))
+        base_values, base_origins, further = _read(base)
+        values, origins = merge(base_values, values), {**base_origins, **origins}
+        extending, base = base, further
+    return values, origins
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Origins, Path | None]:

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from tests.bench.bench_world import text_target, write_drafter, write_prompts
+from tests.serving_world import eagle3_drafter
 from treespark.bench import compare, methods
 from treespark.bench.compare import Measured, run_compare
 from treespark.bench.methods import Answers
@@ -25,6 +26,14 @@ def folders(tmp_path_factory):
 def run(folders, out, **options):
     defaults = {"num_prompts": 2, "budgets": [4, 8], "max_tokens": 12, "repeats": 2}
     return run_compare(**folders, out=out, **(defaults | options))
+
+
+def test_a_drafter_of_chains_is_compared_as_a_chain_alone(folders, tmp_path):
+    eagle3_drafter(text_target()).save_pretrained(tmp_path / "eagle3")
+    result = run(folders | {"drafter": tmp_path / "eagle3"}, tmp_path / "out", batch_size=2)
+    names = [row["name"] for row in result["methods"]]
+    assert names == ["autoregressive", "chain", "hf-generate"]
+    assert [row["equality"]["num_different"] for row in result["methods"]] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])

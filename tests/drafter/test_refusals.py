@@ -71,7 +71,7 @@ CONFIG_EDITS: list[tuple[str, str, Callable[[dict[str, Any]], object]]] = [
     ("deepspec", "rope_parameters", lambda c: c["rope_parameters"].update(rope_type="llama3")),
     ("deepspec", "rope_parameters", lambda c: c.update(rope_parameters=[1])),
     ("deepspec", "rope_theta", lambda c: [c.pop("rope_parameters"), c.pop("rope_theta")]),
-    ("deepspec", "architectures", lambda c: c.update(architectures=["Qwen3Eagle3Model"])),
+    ("deepspec", "architectures", lambda c: c.update(architectures=["LlamaForCausalLMEagle3"])),
     ("deepspec", "architectures", lambda c: c.update(architectures=["DSparkDraftModel"])),
     ("deepspec", "architectures", lambda c: c.pop("architectures")),
     ("deepspec", "markov_head_type", lambda c: c.pop("markov_head_type")),

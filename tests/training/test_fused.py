@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from treespark.errors import UsageError
 from treespark.training import fused
 from treespark.training.fused import vocab_losses
-from treespark.training.losses import cross_entropy_rows, l1_rows
+from treespark.training.losses import cross_entropy_rows, l1_rows, soft_cross_entropy_rows
 
 H, R, V = 8, 3, 29
 
@@ -98,6 +98,35 @@ def test_gradcheck():
         )
 
     assert torch.autograd.gradcheck(losses, inputs.leaves)
+
+
+@pytest.mark.parametrize(
+    ("keep_logits", "dtype", "atol"),
+    [(False, torch.float64, 1e-10), (True, torch.float64, 1e-10), (False, torch.float32, 1e-4)],
+)
+def test_without_labels_it_is_the_cross_entropy_with_the_teacher(keep_logits, dtype, atol):
+    inputs = Inputs(dtype=dtype)
+    inputs.labels = None
+    z = inputs.hidden @ inputs.head.T + inputs.latent @ inputs.w2.T
+    probs = (inputs.teacher @ inputs.head.T).softmax(-1)[inputs.row]
+    wanted = soft_cross_entropy_rows(z, probs), l1_rows(z, probs)
+    # Written out: the mean of the label losses over the teacher.
+    labels = [cross_entropy_rows(z, torch.full_like(inputs.row, v)) for v in range(V)]
+    by_label = (torch.stack(labels, 1) * probs).sum(1)
+    torch.testing.assert_close(wanted[0], by_label, rtol=0, atol=atol)
+    outputs = inputs.fused(chunk_rows=5, keep_logits=keep_logits)
+    for actual, expected in zip(outputs, wanted, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
+    grads = zip(inputs.gradients(outputs), inputs.gradients(wanted), strict=True)
+    for actual, expected in grads:
+        torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
+
+
+def test_neither_labels_nor_a_teacher_is_refused():
+    inputs = Inputs()
+    args = (inputs.hidden, inputs.latent, inputs.head, inputs.w2, None, None, None)
+    with pytest.raises(UsageError, match="labels: give them, or the teacher"):
+        vocab_losses(*args)
 
 
 def test_kept_logits_give_identical_bits():

@@ -70,6 +70,20 @@ def test_resume_refuses_changed_settings_and_never_refuses_a_run(tmp_path, rows)
         loop.train(recipe(tmp_path / "run", other, train={"max_steps": 2}))
 
 
+def test_a_checkpoint_from_before_a_key_existed_goes_on(tmp_path, rows):
+    warm = {"fraction": 0.5, "ce": 1, "l1": 0, "confidence": 0, "survival": 0, "coverage": 0}
+    target = tiny_world().target
+    settings = setup.settings(recipe(tmp_path, rows, losses={"warmup": warm}), target, [])
+    assert "drafter.head_dim" in settings
+    newer = {"drafter.architecture", "drafter.anchor_predicts_next", "losses.soft_ce"}
+    assert not newer & settings.keys()
+    assert settings["losses.warmup"] == warm
+    changes = {"drafter": {"anchor_predicts_next": False}, "losses": {"soft_ce": 0.5}}
+    changed = setup.settings(recipe(tmp_path, rows, **changes), target, [])
+    assert changed["drafter.anchor_predicts_next"] is False
+    assert changed["losses.soft_ce"] == 0.5
+
+
 def test_a_folder_that_another_process_trains_in_is_refused(tmp_path, rows):
     with (
         checkpoint.claim(tmp_path / "run"),

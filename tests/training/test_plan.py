@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen3Config
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, Qwen3Config
 
-from tests.training.tiny_run import random_rows, recipe, write
+from tests.training.tiny_run import eagle3, random_rows, recipe, write
 from treespark.data.batches import collate, load_rows
 from treespark.data.feature_identity import Identity
 from treespark.errors import UsageError
@@ -150,21 +151,14 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "train"),
-    [
-        ("activations", {"num_anchors": 16, "tree_anchors": 0}, {}),
-        ("losses", {"num_anchors": 16, "tree_anchors": 0}, {"keep_logits": True}),
-        ("replay", {"num_anchors": 16, "tree_anchors": 16}, {"chunk_rows": 4}),
-    ],
-)
-def test_predicted_memory_is_that_of_a_measured_step(tmp_path, name, data, train):
+def measured_step(tmp_path, mode, make=recipe, data=None, **changes):
+    """Run one step of one row of 16 anchors under `mode`; return recipe, shapes and the row."""
     rows = random_rows(4)
     for row in rows:
         row["output_token_ids"] = (row["output_token_ids"] * 4)[:56]
     path = write(tmp_path / "rows.jsonl", rows)
-    tree = {"survival": 0.0, "coverage": 0.0} if name != "replay" else {}
-    run = recipe(tmp_path, path, data=data, losses=tree, train={"global_batch": 1, **train})
+    data = {"num_anchors": 16, "tree_anchors": 0} | (data or {})
+    run = make(tmp_path, path, data=data, **changes)
     target = setup.load_target(run)
     (row, *_), _ = load_rows([path], max_tokens=64, block_size=4, vocab_size=target.vocab_size)
     drafter = setup.new_drafter(run, target, [row])
@@ -172,20 +166,76 @@ def test_predicted_memory_is_that_of_a_measured_step(tmp_path, name, data, train
     features, hidden = target.sequence_outputs(batch.input_ids, batch.lengths.tolist())
     micro = MicroBatch(batch, features, hidden)
     weights = setup.loss_weights(run, 0, 10)
-    with LiveBytes() as live:
+    with mode:
         found = micro_batch_terms(drafter, micro, setup.objective(run), weights)
         combine(found.terms, weights)[0].backward()
-    parts = planning.memory(
-        Shapes.of(target.config, drafter.config),
-        run,
-        len(row.token_ids),
-        stage=0,
-        devices=1,
-        micro_batch=1,
-    )
+    return run, Shapes.of(target.config, drafter.config), row
+
+
+NO_TREES = {"survival": 0.0, "coverage": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "changes"),
+    [
+        ("activations", recipe, {"losses": NO_TREES}),
+        ("losses", recipe, {"losses": NO_TREES, "train": {"keep_logits": True}}),
+        ("replay", recipe, {"data": {"tree_anchors": 16}, "train": {"chunk_rows": 4}}),
+        ("steps", eagle3, {}),
+        ("steps and logits", eagle3, {"train": {"keep_logits": True}}),
+    ],
+)
+def test_predicted_memory_is_that_of_a_measured_step(tmp_path, name, make, changes):
+    live = LiveBytes()
+    changes["train"] = {"global_batch": 1} | changes.get("train", {})
+    run, shapes, row = measured_step(tmp_path, live, make, **changes)
+    parts = planning.memory(shapes, run, len(row.token_ids), stage=0, devices=1, micro_batch=1)
     names = ("activations", "attention scores", "losses", "replay", "gradients")
     predicted = sum(parts[part] for part in names)
     assert 0.5 < predicted / live.peak < 2
+
+
+@pytest.mark.parametrize("make", [recipe, eagle3])
+def test_predicted_flops_are_those_of_a_measured_step(tmp_path, make):
+    counter = FlopCounterMode(display=False)
+    losses = {"losses": NO_TREES} if make is recipe else {}
+    run, shapes, row = measured_step(tmp_path, counter, make, **losses)
+    parts = planning.flops_per_row(shapes, run, len(row.token_ids))
+    predicted = parts["trunk"] + parts["losses"]
+    # Every anchor counts in full, also where the row ends before its last depth.
+    assert 0.8 < counter.get_total_flops() / predicted < 1.2
+
+
+def target_of(name):
+    if name.startswith("qwen3"):
+        return qwen3(name[6:8])
+    return LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+        max_position_embeddings=8192,
+    )
+
+
+@pytest.mark.parametrize(
+    "path", sorted(p for p in RECIPES.rglob("*-*-*.yaml")), ids=lambda path: path.stem
+)
+def test_every_shipped_recipe_has_a_plan(path):
+    run, target = load_recipe(path), target_of(path.stem)
+    machine = dataclasses.replace(CARDS, devices=min(8, run.train.global_batch // 2))
+    config = setup.drafter_config(run, target, run.drafter.mask_token_id, None)
+    result = planning.plan(run, Shapes.of(target, config), machine, Workload(50_000, 448))
+    assert result["hours"] > 0
+    assert result["parameters"]["trainable"] > 0
+    flops, memory = result["flops_per_row"], result["memory"]
+    assert flops["trunk"] > 0
+    assert flops["losses"] > 0
+    replays = bool(run.losses.survival or run.losses.coverage)
+    assert (flops["replay"] > 0) is (memory["replay"] > 0) is replays
 
 
 def test_the_verb_reads_the_data_or_asks_for_its_size(tmp_path, capsys):

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.training.pair import run_pair
-from tests.training.tiny_run import random_rows, recipe, write
+from tests.training.tiny_run import EAGLE3, random_rows, recipe, write
 from treespark.errors import UsageError
 from treespark.training import loop, setup
 from treespark.training.metrics import read_metrics
@@ -50,6 +50,8 @@ def runs(tmp_path_factory):
     cases = [(name, changes(*case)) for name, case in zip(NAMES, MATRIX, strict=True)]
     cases += [(f"one-to-two-{stage}", changes(stage)) for stage in (1, 3)]
     cases += [("one-micro", changes(2, micro_batch=2))]
+    loop.train(recipe(root / "one-eagle3", rows, **EAGLE3, **changes(0)))
+    cases += [(f"eagle3-{stage}", {**EAGLE3, **changes(stage)}) for stage in (1, 3)]
     cases += [(f"poisoned{stage}", changes(stage)) for stage in (0, 1, 2, 3)]
     run_pair(root, rows, cases)
     return root
@@ -84,6 +86,18 @@ def test_every_stage_trains_what_one_process_trains(runs, name):
         torch.testing.assert_close(
             weights(runs / name)[key], expected, rtol=0, atol=2e-5 if dtype == "float32" else 5e-3
         )
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_eagle3_drafter_trains_the_same_on_two_processes(runs, stage):
+    expected = lines(runs / "one-eagle3")
+    for ours, theirs in zip(lines(runs / f"eagle3-{stage}"), expected, strict=True):
+        for key in ("loss", "soft_ce", "grad_norm", "overlap"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-5, abs=2e-5), key
+    for key, whole in weights(runs / "one-eagle3").items():
+        found = weights(runs / f"eagle3-{stage}")[key]
+        torch.testing.assert_close(found, whole, rtol=0, atol=2e-5)
 
 
 @pytest.mark.multi

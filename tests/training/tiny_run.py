@@ -2,6 +2,7 @@
 """A tiny target, random rows and a recipe for the training tests."""
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -69,3 +70,31 @@ def recipe(
     for section, values_of in changes.items():
         values[section] |= values_of
     return Recipe.model_validate(values)
+
+
+EAGLE3: dict[str, dict[str, Any]] = {
+    "drafter": {
+        "architecture": "eagle3",
+        "num_hidden_layers": 1,
+        "markov_rank": 0,
+        "enable_confidence_head": False,
+        "mask_token_id": None,
+    },
+    "policy": {"branching": 1, "budget": 4},
+    "losses": {
+        "ce": 0.0,
+        "l1": 0.0,
+        "confidence": 0.0,
+        "survival": 0.0,
+        "coverage": 0.0,
+        "soft_ce": 1.0,
+        # Each step weighs 0.8 of the one before.
+        "gamma": -1 / math.log(0.8),
+    },
+}
+
+
+def eagle3(folder: Path, rows: Path, **changes: dict[str, Any]) -> Recipe:
+    """The recipe of an EAGLE-3 drafter; `changes` are merged into its sections."""
+    sections = {name: EAGLE3.get(name, {}) | changes.get(name, {}) for name in EAGLE3 | changes}
+    return recipe(folder, rows, **sections)

@@ -91,14 +91,14 @@ def all_methods(
     max_model_len: int,
     profile: bool = False,
 ) -> list[Method]:
-    """Return autoregressive first, then chain and trees of the drafter, then the peers.
+    """Return autoregressive first, then chain and trees the drafter has, then the peers.
 
     The chain is the drafter's own: branching 1 and one node per depth.
     """
     policies = {AUTOREGRESSIVE: TreePolicy(budget=0)}
     if drafter is not None:
         policies[CHAIN] = TreePolicy(policy.depth, 1, policy.depth)
-        for budget in budgets:
+        for budget in () if drafter.config.chain_only else budgets:
             policies[f"tree-{budget}"] = dataclasses.replace(policy, budget=budget)
     own = [
         own_method(

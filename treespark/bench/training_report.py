@@ -23,7 +23,7 @@ Lines = list[dict[str, Any]]
 
 # A curve of thousands of steps is drawn as the means of this many equal parts.
 _POINTS = 200
-_LOSSES = ("loss", "ce", "l1", "confidence", "survival", "coverage")
+_LOSSES = ("loss", "ce", "soft_ce", "l1", "confidence", "survival", "coverage")
 _DEPTH_CURVES = {
     "overlap": "overlap of drafter and target",
     "survival_mass": "survival: target mass of packed nodes",

@@ -9,16 +9,25 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModel
 
-from treespark.drafter.config import TreeSparkConfig
-from treespark.drafter.loading import TargetWeights
-from treespark.drafter.modeling import TreeSparkDrafter
+from treespark.drafter.config import DrafterConfig, TreeSparkConfig
+from treespark.drafter.eagle3 import Eagle3Config, Eagle3Drafter
+from treespark.drafter.loading import TargetWeights, load_folder
+from treespark.drafter.modeling import NodeLogits, TreeSparkDrafter
+
+AnyDrafter = TreeSparkDrafter | Eagle3Drafter
+DRAFTERS: dict[type[DrafterConfig], type[AnyDrafter]] = {
+    TreeSparkConfig: TreeSparkDrafter,
+    Eagle3Config: Eagle3Drafter,
+}
+"""Every architecture, by its config."""
 
 
 @runtime_checkable
 class Drafter(Protocol):
     """What the engine calls.
 
-    R requests, B depths, H hidden size, m taps, V vocabulary, W parents.
+    R requests, B depths, H hidden size, m taps, V vocabulary, W parents. A drafter whose
+    `config.chain_only` is not None has no `node_logits`.
     """
 
     config: Any
@@ -26,8 +35,15 @@ class Drafter(Protocol):
     def new_cache(self, num_slots: int, max_len: int) -> Any:
         """Return empty per-slot context state."""
 
-    def extend_context(self, cache: Any, slot: int, start: int, features: Tensor) -> None:
-        """Append context for committed positions from features [n, m*H]."""
+    def extend_context(
+        self,
+        cache: Any,
+        slot: int,
+        start: int,
+        features: Tensor,
+        token_ids: Tensor | None = None,
+    ) -> None:
+        """Append context for committed positions from features [n, m*H] and their tokens [n]."""
 
     def extend_contexts(
         self,
@@ -36,6 +52,7 @@ class Drafter(Protocol):
         starts: Sequence[int],
         counts: Sequence[int],
         features: Tensor,
+        token_ids: Tensor | None = None,
     ) -> None:
         """`extend_context` for several slots in one pass."""
 
@@ -59,15 +76,28 @@ def load_drafter(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     num_target_layers: int | None = None,
-) -> TreeSparkDrafter:
+) -> AnyDrafter:
     """Return the drafter in `folder` bound to a target's embedding and head [V, H].
 
     dtype and device default to the target's. Raises `UsageError` naming folder and field where the
     drafter does not fit the target or the folder is damaged.
     """
     target = TargetWeights(target_embed, target_head, target_fingerprint, num_target_layers)
-    return TreeSparkDrafter.from_pretrained(folder, target, dtype=dtype, device=device)
+    return load_folder(Path(folder), DRAFTERS, target, dtype=dtype, device=device)
 
 
-AutoConfig.register(TreeSparkConfig.model_type, TreeSparkConfig, exist_ok=True)
-AutoModel.register(TreeSparkConfig, TreeSparkDrafter, exist_ok=True)
+def drafted_logits(drafter: Drafter, hidden: Tensor, anchor_tokens: Tensor) -> NodeLogits:
+    """Return the logits per node of drafted blocks, for tree expansion.
+
+    hidden [R, B, H] of `draft_block`, anchor_tokens [R]. Of a drafter of chains they are those of
+    its greedy chain, whatever the parent: right for the only child that such a policy proposes.
+    """
+    if drafter.config.chain_only is None:
+        return drafter.node_logits(hidden)
+    _, logits = drafter.chain(hidden, anchor_tokens)
+    return lambda depth, _: logits[:, depth - 1 : depth]
+
+
+for _config, _drafter in DRAFTERS.items():
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+    AutoModel.register(_config, _drafter, exist_ok=True)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block backbone: pre-norm decoder layers whose keys and values include injected target context.
 
-Shapes: H hidden size, Hq/Hkv query and key/value heads, D head size; leading dimensions are free.
+Shapes: H hidden size, I width of the rows that attention projects (H here), Hq/Hkv query and
+key/value heads, D head size; leading dimensions are free.
 Context rows enter every layer as keys and values only and do not pass the layer's input norm.
 """
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from treespark.drafter.config import TreeSparkConfig
+from treespark.drafter.config import DrafterConfig
 
 Rope = tuple[Tensor, Tensor]
 # (query [..., Hq, D], (key, value) [..., Hkv, D]) -> attention output [..., Hq, D]
@@ -54,32 +55,32 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 class BlockAttention(nn.Module):
     """Projections of one layer; the same k_proj, v_proj and k_norm serve context and block."""
 
-    def __init__(self, config: TreeSparkConfig) -> None:
+    def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
-        hidden, self.head_dim = config.hidden_size, config.head_dim
+        rows, self.head_dim = config.attention_input_size, config.head_dim
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(hidden, q_size, bias=False)
-        self.k_proj = nn.Linear(hidden, kv_size, bias=False)
-        self.v_proj = nn.Linear(hidden, kv_size, bias=False)
-        self.o_proj = nn.Linear(q_size, hidden, bias=False)
+        self.q_proj = nn.Linear(rows, q_size, bias=False)
+        self.k_proj = nn.Linear(rows, kv_size, bias=False)
+        self.v_proj = nn.Linear(rows, kv_size, bias=False)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
     def project_kv(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Return rotated keys and values, each [..., Hkv, D], of rows x [..., H]."""
+        """Return rotated keys and values, each [..., Hkv, D], of rows x [..., I]."""
         key = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
         return rotate(key, rope), self.v_proj(x).unflatten(-1, (-1, self.head_dim))
 
     def project_query(self, x: Tensor, rope: Rope) -> Tensor:
-        """Return rotated queries [..., Hq, D] of rows x [..., H]."""
+        """Return rotated queries [..., Hq, D] of rows x [..., I]."""
         return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), rope)
 
 
 class BlockLayer(nn.Module):
     """One decoder layer over block rows."""
 
-    def __init__(self, config: TreeSparkConfig) -> None:
+    def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.self_attn = BlockAttention(config)
         self.mlp = Qwen3MLP(config)

@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor
 
-from treespark.drafter.config import TreeSparkConfig
+from treespark.drafter.config import DrafterConfig
 
 
 class DraftCache:
@@ -16,7 +16,7 @@ class DraftCache:
 
     def __init__(
         self,
-        config: TreeSparkConfig,
+        config: DrafterConfig,
         num_slots: int,
         max_len: int,
         device: torch.device | str,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of a block drafter, with the field names of DeepSpec checkpoints.
+"""Configuration of a drafter, with the field names of DeepSpec checkpoints.
 
-One class covers three drafters by its options: DFlash (`markov_rank` 0, no confidence head), DSpark
-(Markov and confidence heads) and TreeSpark (the same heads, trained with tree losses).
+`TreeSparkConfig` covers three block drafters by its options: DFlash (`markov_rank` 0, no confidence
+head), DSpark (Markov and confidence heads) and TreeSpark (the same heads, trained with tree
+losses). What it shares with other architectures is in `DrafterConfig`.
 """
 
 from typing import Any
@@ -28,25 +29,20 @@ _LARGEST = {
     "max_position_embeddings": 2**24,
     "block_size": MAX_DEPTH,
     "num_target_layers": 1024,
-    "num_anchors": 2**20,
 }
+_LARGEST_ANCHORS = 2**20
 _LARGEST_RANK = 2**16
 # Also refuses infinity, and whole numbers that no float can hold.
 _LARGEST_REAL = 1e15
 
 
-class TreeSparkConfig(PretrainedConfig):
-    """Sizes and layout of a `TreeSparkDrafter`; the defaults are those of Qwen3-4B drafters.
+class DrafterConfig(PretrainedConfig):
+    """Sizes that every drafter has; the defaults are those of Qwen3-4B drafters.
 
-    `block_size` is B, the number of drafted depths, the anchor not counted. `anchor_predicts_next`
-    says which layout the weights were trained for: True means that slot 0 (the anchor's slot)
-    already predicts depth 1 and there are B slots; False means that slot d predicts depth d and
-    there are B + 1 slots. `target_layer_ids` are 0-based decoder layers whose outputs are the
-    features. Raises `UsageError` naming the field on values that cannot work. Source: DeepSpec
-    config files.
+    `block_size` is B, the number of drafted depths, the anchor not counted. `target_layer_ids` are
+    0-based decoder layers whose outputs are the features. Raises `UsageError` naming the field on
+    values that cannot work. Source: DeepSpec config files.
     """
-
-    model_type = "treespark"
 
     vocab_size: int = 151936
     hidden_size: int = 2560
@@ -62,13 +58,6 @@ class TreeSparkConfig(PretrainedConfig):
     block_size: int = 7
     target_layer_ids: list[int] | None = None
     num_target_layers: int = 36
-    mask_token_id: int = 151669
-    markov_rank: int = 256
-    markov_head_type: str = "vanilla"
-    enable_confidence_head: bool = True
-    confidence_head_with_markov: bool = True
-    anchor_predicts_next: bool = True
-    num_anchors: int = 512
     tree: dict[str, int] | None = None
     target_fingerprint: str | None = None
     tie_word_embeddings: bool = False
@@ -80,7 +69,7 @@ class TreeSparkConfig(PretrainedConfig):
         _check_sizes(self)
         if self.target_layer_ids is None:
             self.target_layer_ids = default_target_layer_ids(
-                self.num_target_layers, self.num_hidden_layers
+                self.num_target_layers, self.num_default_taps
             )
         if isinstance(self.target_layer_ids, tuple):
             self.target_layer_ids = list(self.target_layer_ids)
@@ -90,22 +79,66 @@ class TreeSparkConfig(PretrainedConfig):
         self.check()
 
     @property
-    def num_slots(self) -> int:
-        """Input slots of one block: B, plus one where the anchor's slot predicts nothing."""
-        return self.block_size if self.anchor_predicts_next else self.block_size + 1
-
-    @property
     def feature_size(self) -> int:
         """Width of one feature row: number of taps times hidden size."""
         assert self.target_layer_ids is not None
         return len(self.target_layer_ids) * self.hidden_size
 
+    @property
+    def attention_input_size(self) -> int:
+        """Width of the rows that a layer's attention projects."""
+        return self.hidden_size
+
+    @property
+    def num_default_taps(self) -> int:
+        """Target layers tapped where `target_layer_ids` is not given."""
+        return self.num_hidden_layers
+
+    @property
+    def chain_only(self) -> str | None:
+        """Why this drafter has no trees, as field and value; None if it has."""
+        return None
+
     def check(self) -> None:
         """Raise `UsageError` naming the first field whose value cannot work."""
         _check_sizes(self)
         _check_taps(self)
-        _check_heads(self)
         _check_tree(self)
+
+
+class TreeSparkConfig(DrafterConfig):
+    """Sizes and layout of a `TreeSparkDrafter`.
+
+    `anchor_predicts_next` says which layout the weights were trained for: True means that slot 0
+    (the anchor's slot) already predicts depth 1 and there are B slots; False means that slot d
+    predicts depth d and there are B + 1 slots.
+    """
+
+    model_type = "treespark"
+
+    mask_token_id: int = 151669
+    markov_rank: int = 256
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    anchor_predicts_next: bool = True
+    num_anchors: int = 512
+
+    @property
+    def num_slots(self) -> int:
+        """Input slots of one block: B, plus one where the anchor's slot predicts nothing."""
+        return self.block_size if self.anchor_predicts_next else self.block_size + 1
+
+    @property
+    def chain_only(self) -> str | None:
+        """See DrafterConfig: an rnn head has a state per path."""
+        is_rnn = self.markov_rank > 0 and self.markov_head_type == "rnn"
+        return "markov_head_type 'rnn'" if is_rnn else None
+
+    def check(self) -> None:
+        """See DrafterConfig."""
+        super().check()
+        _check_heads(self)
 
 
 def _refuse(field: str, value: object, allowed: str) -> None:
@@ -116,11 +149,15 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_sizes(config: TreeSparkConfig) -> None:
+def _check_count(config: DrafterConfig, field: str, largest: int) -> None:
+    value = getattr(config, field)
+    if not _is_int(value) or not 1 <= value <= largest:
+        _refuse(field, value, f"an integer in 1..{largest} is needed")
+
+
+def _check_sizes(config: DrafterConfig) -> None:
     for field, largest in _LARGEST.items():
-        value = getattr(config, field)
-        if not _is_int(value) or not 1 <= value <= largest:
-            _refuse(field, value, f"an integer in 1..{largest} is needed")
+        _check_count(config, field, largest)
     if config.max_position_embeddings < config.block_size + 1:
         _refuse(
             "max_position_embeddings",
@@ -146,7 +183,7 @@ def _check_sizes(config: TreeSparkConfig) -> None:
         _refuse("tie_word_embeddings", True, "a drafter keeps embedding and head apart: false")
 
 
-def _check_taps(config: TreeSparkConfig) -> None:
+def _check_taps(config: DrafterConfig) -> None:
     taps, last = config.target_layer_ids, config.num_target_layers - 1
     if not isinstance(taps, list) or not taps or not all(_is_int(tap) for tap in taps):
         _refuse("target_layer_ids", taps, "a list of at least one layer number is needed")
@@ -162,6 +199,7 @@ def _check_taps(config: TreeSparkConfig) -> None:
 
 
 def _check_heads(config: TreeSparkConfig) -> None:
+    _check_count(config, "num_anchors", _LARGEST_ANCHORS)
     if not _is_int(config.mask_token_id) or not 0 <= config.mask_token_id < config.vocab_size:
         _refuse(
             "mask_token_id", config.mask_token_id, f"need 0..{config.vocab_size - 1} (vocab_size)"
@@ -180,7 +218,7 @@ def _check_heads(config: TreeSparkConfig) -> None:
         _refuse("confidence_head_with_markov", True, "it needs a Markov head: markov_rank > 0")
 
 
-def _check_tree(config: TreeSparkConfig) -> None:
+def _check_tree(config: DrafterConfig) -> None:
     tree = config.tree
     if not isinstance(tree, dict) or sorted(tree) != sorted(TREE_RANGES):
         _refuse("tree", tree, f"need exactly the keys {', '.join(TREE_RANGES)}")

@@ -16,13 +16,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from treespark.drafter.config import TreeSparkConfig
-from treespark.drafter.loading import DEEPSPEC, FROZEN_KEYS, OWN, WEIGHTS_NAME, ZLAB
-from treespark.drafter.modeling import TreeSparkDrafter
+from treespark.drafter.base import DrafterModel
+from treespark.drafter.config import DrafterConfig, TreeSparkConfig
+from treespark.drafter.config_json import DEEPSPEC, DEEPSPEC_EAGLE3, layout_of
+from treespark.drafter.eagle3 import Eagle3Config
+from treespark.drafter.loading import FROZEN_KEYS, WEIGHTS_NAME
 from treespark.errors import UsageError
 
 
-def save_own(drafter: TreeSparkDrafter, folder: Path, dtype: torch.dtype | None = None) -> None:
+def save_own(drafter: DrafterModel, folder: Path, dtype: torch.dtype | None = None) -> None:
     """Write our layout: everything but embedding and head, which the target supplies on load.
 
     dtype: stored dtype, default that of the weights. Raises `UsageError` if `folder` exists and is
@@ -36,34 +38,29 @@ def save_own(drafter: TreeSparkDrafter, folder: Path, dtype: torch.dtype | None 
     write_folder(folder, config, tensors)
 
 
-def save_deepspec(
-    drafter: TreeSparkDrafter, folder: Path, dtype: torch.dtype | None = None
-) -> None:
-    """Write a DeepSpec folder (architecture Qwen3DSparkModel) with embedding and head.
+def save_deepspec(drafter: DrafterModel, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write a DeepSpec folder (Qwen3DSparkModel, Qwen3Eagle3Model) with embedding and head.
 
     Raises `UsageError` for the in-place layout, which that format cannot express, and where
     `save_own` does.
     """
-    if not drafter.config.anchor_predicts_next:
-        raise UsageError(
-            "anchor_predicts_next is false: a DeepSpec config has no field for the in-place layout"
-        )
+    fields = deepspec_config(drafter.config)
     tensors = _storable(dict(drafter.state_dict()), dtype)
-    config = {**deepspec_config(drafter.config), "dtype": _dtype_name(tensors)}
-    write_folder(folder, config, tensors)
+    write_folder(folder, {**fields, "dtype": _dtype_name(tensors)}, tensors)
 
 
-def deepspec_config(config: TreeSparkConfig) -> dict[str, Any]:
-    """Return the fields of a DeepSpec config.json: a Qwen3 config plus the drafter's own fields."""
+def deepspec_config(config: DrafterConfig) -> dict[str, Any]:
+    """Return the fields of a DeepSpec config.json: a Qwen3 config plus the drafter's own fields.
+
+    Raises `UsageError` where the format has no field for what the drafter is.
+    """
     copied = (
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
         "num_key_value_heads head_dim hidden_act rms_norm_eps max_position_embeddings "
-        "initializer_range block_size target_layer_ids num_target_layers mask_token_id num_anchors "
-        "markov_rank enable_confidence_head tie_word_embeddings"
+        "initializer_range target_layer_ids num_target_layers tie_word_embeddings"
     )
     fields: dict[str, Any] = {name: getattr(config, name) for name in copied.split()}
     fields |= {
-        "architectures": [DEEPSPEC],
         "model_type": "qwen3",
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -73,6 +70,29 @@ def deepspec_config(config: TreeSparkConfig) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
     }
+    if isinstance(config, Eagle3Config):
+        return fields | _deepspec_eagle3_fields(config)
+    assert isinstance(config, TreeSparkConfig)
+    return fields | _deepspec_block_fields(config)
+
+
+def _deepspec_eagle3_fields(config: Eagle3Config) -> dict[str, Any]:
+    return {
+        "architectures": [DEEPSPEC_EAGLE3],
+        "ttt_length": config.block_size,
+        "step_loss_decay": config.step_loss_decay,
+        "draft_num_hidden_layers": config.num_hidden_layers,
+    }
+
+
+def _deepspec_block_fields(config: TreeSparkConfig) -> dict[str, Any]:
+    if not config.anchor_predicts_next:
+        raise UsageError(
+            "anchor_predicts_next is false: a DeepSpec config has no field for the in-place layout"
+        )
+    copied = "block_size mask_token_id num_anchors markov_rank enable_confidence_head"
+    fields = {name: getattr(config, name) for name in copied.split()}
+    fields["architectures"] = [DEEPSPEC]
     if config.markov_rank:
         fields["markov_head_type"] = config.markov_head_type
     if config.enable_confidence_head:
@@ -150,7 +170,7 @@ def check_destination(folder: Path, source: Path | None = None) -> None:
         return
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        known = raw.get("model_type") == OWN or raw.get("architectures") in ([DEEPSPEC], [ZLAB])
+        known = layout_of(raw) is not None
     except (OSError, ValueError, AttributeError):
         known = False
     if not known:

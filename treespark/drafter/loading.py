@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads drafter folders: our own, DeepSpec DSpark/DFlash and z-lab DFlash, decided by config.json.
+"""Reads drafter folders: `config_json.py` says what a folder is, here its weights are checked.
 
 Every refusal is a `UsageError` that names the folder and the field. Weights come from safetensors
 only; nothing is ever initialised at random and no code in a folder is run.
 """
 
-import json
 import logging
-import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from treespark.drafter.config import TreeSparkConfig
-from treespark.drafter.modeling import TreeSparkDrafter
+from treespark.drafter.base import DrafterModel
+from treespark.drafter.config import DrafterConfig
+from treespark.drafter.config_json import WITH_TARGET, read_config, read_json, refusal
 from treespark.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -27,41 +27,9 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 FROZEN_KEYS = ("embed_tokens.weight", "lm_head.weight")
-DEEPSPEC, ZLAB, OWN = "Qwen3DSparkModel", "DFlashDraftModel", "treespark"
-SHARED_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "max_position_embeddings",
-    "block_size",
-)
-OWN_FIELDS = (
-    *SHARED_FIELDS,
-    "rope_theta",
-    "target_layer_ids",
-    "num_target_layers",
-    "mask_token_id",
-    "markov_rank",
-    "markov_head_type",
-    "enable_confidence_head",
-    "confidence_head_with_markov",
-    "anchor_predicts_next",
-)
-OPTIONAL_FIELDS = (
-    "hidden_act",
-    "num_anchors",
-    "tree",
-    "target_fingerprint",
-    "tie_word_embeddings",
-    "initializer_range",
-)
-# Written by transformers or by us, without a meaning for loading.
-IGNORED_FIELDS = ("model_type", "architectures", "dtype", "transformers_version")
+
+
+Loaded = TypeVar("Loaded", bound=DrafterModel)
 
 
 @dataclass(frozen=True)
@@ -76,25 +44,29 @@ class TargetWeights:
 
 def load_folder(
     folder: Path,
+    classes: Mapping[type[DrafterConfig], type[Loaded]],
     target: TargetWeights | None = None,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    drafter_class: type[TreeSparkDrafter] = TreeSparkDrafter,
-) -> TreeSparkDrafter:
+) -> Loaded:
     """Return the drafter stored in `folder`, in evaluation mode.
 
-    dtype and device default to the target's embedding, without a target to what is stored and the
-    CPU. Folders without embedding and head need `target`. Raises `UsageError` on any mismatch.
+    classes: the drafters that may come, by their config. dtype and device default to the target's
+    embedding, without a target to what is stored and the CPU. Folders without embedding and head
+    need `target`. Raises `UsageError` on any mismatch.
     """
-    config, layout = read_config(folder, target)
+    config, layout = read_config(folder, None if target is None else target.num_layers)
+    if type(config) not in classes:
+        allowed = " or ".join(sorted(kind.model_type for kind in classes))
+        raise refusal(folder, "model_type", config.model_type, f"need a drafter of {allowed}")
     if target is not None:
         check_target(folder, config, target)
         dtype = dtype or target.embed_weight.dtype
         device = device if device is not None else target.embed_weight.device
     tensors = read_tensors(folder)
     with torch.device("meta"):
-        drafter = drafter_class(config)
+        drafter = classes[type(config)](config)
     check_tensors(folder, drafter, tensors, layout)
     frozen = _frozen_tensors(folder, tensors, target)
     tensors = {
@@ -107,161 +79,10 @@ def load_folder(
     return drafter.eval()
 
 
-# ---------------------------------------------------------------------- config.json
-
-
-def read_config(folder: Path, target: TargetWeights | None = None) -> tuple[TreeSparkConfig, str]:
-    """Return our config for a folder and its layout name: OWN, DEEPSPEC or ZLAB."""
-    raw = _read_json(folder, "config.json")
-    if "auto_map" in raw:
-        raise _refusal(
-            folder,
-            "auto_map",
-            raw["auto_map"],
-            "code from a model folder is never run; delete the key to use the weights alone",
-        )
-    architectures = raw.get("architectures") or []
-    if raw.get("model_type") == OWN:
-        return _build(folder, _own_fields(folder, raw)), OWN
-    if architectures == [DEEPSPEC]:
-        return _build(folder, _deepspec_fields(folder, raw)), DEEPSPEC
-    if architectures == [ZLAB]:
-        return _build(folder, _zlab_fields(folder, raw, target)), ZLAB
-    raise _refusal(
-        folder,
-        "architectures",
-        architectures,
-        f"supported are [{DEEPSPEC!r}], [{ZLAB!r}] and model_type {OWN!r}",
-    )
-
-
-def _refusal(folder: Path, field: str, value: object, reason: str) -> UsageError:
-    return UsageError(f"drafter {folder}: {field} is {value!r}; {reason}")
-
-
-def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    # Unlike Path.is_dir this says no, too, where the system refuses the name itself.
-    if not os.path.isdir(folder):
-        raise UsageError(f"drafter {folder}: no such folder")
-    path = folder / name
-    if not path.is_file():
-        raise UsageError(f"drafter {folder}: {name} is missing; not a drafter folder")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise UsageError(f"drafter {folder}: {name} is nested too deeply") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"drafter {folder}: {name} is not valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise UsageError(f"drafter {folder}: {name} must hold one JSON object")
-    return raw
-
-
-def _build(folder: Path, fields: dict[str, Any]) -> TreeSparkConfig:
-    try:
-        return TreeSparkConfig(**fields)
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"drafter {folder}: {error}") from error
-
-
-def _get(folder: Path, raw: dict[str, Any], field: str) -> Any:
-    if raw.get(field) is None:
-        raise UsageError(f"drafter {folder}: {field} is missing in config.json")
-    return raw[field]
-
-
-def _own_fields(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """Every field that shapes the model must be there; a field we do not know is an error."""
-    fields = {name: _get(folder, raw, name) for name in OWN_FIELDS}
-    fields |= {name: raw[name] for name in OPTIONAL_FIELDS if name in raw}
-    if unknown := sorted(raw.keys() - fields.keys() - set(IGNORED_FIELDS)):
-        reason = "unknown to this version of treespark"
-        raise _refusal(folder, unknown[0], raw[unknown[0]], reason)
-    return fields
-
-
-def _check_plain_layers(folder: Path, raw: dict[str, Any]) -> None:
-    """Refuse attention variants this backbone does not compute."""
-    layer_types = raw.get("layer_types")
-    plain = isinstance(layer_types, list) and all(kind == "full_attention" for kind in layer_types)
-    if layer_types is not None and not plain:
-        raise _refusal(folder, "layer_types", layer_types, "only 'full_attention' is supported")
-    if layer_types is None and raw.get("use_sliding_window"):
-        raise _refusal(folder, "use_sliding_window", True, "only full attention is supported")
-    if raw.get("attention_bias"):
-        raise _refusal(folder, "attention_bias", True, "only projections without bias")
-    for field in ("rope_parameters", "rope_scaling"):
-        rope = raw.get(field) or {}
-        if not isinstance(rope, dict):
-            raise _refusal(folder, field, rope, "need an object")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise _refusal(folder, f"{field}.rope_type", kind, "only 'default' is supported")
-
-
-def _qwen3_fields(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """Fields that both foreign layouts share, read from a copy of a Qwen3 config."""
-    _check_plain_layers(folder, raw)
-    fields = {name: _get(folder, raw, name) for name in SHARED_FIELDS}
-    theta = (raw.get("rope_parameters") or {}).get("rope_theta", raw.get("rope_theta"))
-    if theta is None:
-        raise UsageError(f"drafter {folder}: rope_theta is missing in config.json")
-    fields["rope_theta"] = theta
-    fields["hidden_act"] = raw.get("hidden_act", "silu")
-    return fields
-
-
-def _deepspec_fields(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """Anchor-first layout; `block_size` counts drafts."""
-    fields = _qwen3_fields(folder, raw)
-    for name in ("mask_token_id", "target_layer_ids", "num_target_layers", "markov_rank"):
-        fields[name] = _get(folder, raw, name)
-    fields["markov_head_type"] = (
-        _get(folder, raw, "markov_head_type") if fields["markov_rank"] else "vanilla"
-    )
-    enabled = _get(folder, raw, "enable_confidence_head")
-    fields["enable_confidence_head"] = enabled
-    fields["confidence_head_with_markov"] = (
-        _get(folder, raw, "confidence_head_with_markov") if enabled else False
-    )
-    fields["tie_word_embeddings"] = raw.get("tie_word_embeddings", False)
-    fields["num_anchors"] = raw.get("num_anchors", 512)
-    fields["anchor_predicts_next"] = True
-    return fields
-
-
-def _zlab_fields(folder: Path, raw: dict[str, Any], target: TargetWeights | None) -> dict[str, Any]:
-    """In-place layout; its `block_size` counts the anchor, ours does not."""
-    fields = _qwen3_fields(folder, raw)
-    nested = _get(folder, raw, "dflash_config")
-    allowed = {"mask_token_id", "target_layer_ids"}
-    if not isinstance(nested, dict) or set(nested) != allowed:
-        reason = f"need exactly the keys {', '.join(sorted(allowed))}"
-        raise _refusal(folder, "dflash_config", nested, reason)
-    size = fields["block_size"]
-    if not isinstance(size, int) or size < 2:
-        raise _refusal(folder, "block_size", size, "it counts the anchor: at least 2")
-    num_layers = raw.get("num_target_layers")
-    if num_layers is None and target is not None:
-        num_layers = target.num_layers
-    if num_layers is None:
-        raise UsageError(f"drafter {folder}: num_target_layers is missing in config.json")
-    return {
-        **fields,
-        **nested,
-        "block_size": size - 1,
-        "anchor_predicts_next": False,
-        "num_target_layers": num_layers,
-        "markov_rank": 0,
-        "enable_confidence_head": False,
-        "confidence_head_with_markov": False,
-    }
-
-
 # ---------------------------------------------------------------------- target and tensors
 
 
-def check_target(folder: Path, config: TreeSparkConfig, target: TargetWeights) -> None:
+def check_target(folder: Path, config: DrafterConfig, target: TargetWeights) -> None:
     """Raise `UsageError` unless the drafter was made for a target of this shape and identity."""
     vocab_size, hidden_size = target.embed_weight.shape
     pairs: list[tuple[str, object, object]] = [
@@ -274,7 +95,7 @@ def check_target(folder: Path, config: TreeSparkConfig, target: TargetWeights) -
         pairs.append(("target_fingerprint", config.target_fingerprint, target.fingerprint))
     for field, ours, theirs in pairs:
         if ours != theirs:
-            raise _refusal(folder, field, ours, f"the target has {theirs!r}: another target model")
+            raise refusal(folder, field, ours, f"the target has {theirs!r}: another target model")
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -304,10 +125,10 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _shard_names(folder: Path) -> list[str]:
-    weight_map = _read_json(folder, INDEX_NAME).get("weight_map")
+    weight_map = read_json(folder, INDEX_NAME).get("weight_map")
     names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     if not names or not all(map(_is_shard_name, names)):
-        raise _refusal(folder, f"{INDEX_NAME} weight_map", names, "need names of safetensors files")
+        raise refusal(folder, f"{INDEX_NAME} weight_map", names, "need names of safetensors files")
     return sorted(set(names))
 
 
@@ -316,7 +137,7 @@ def _is_shard_name(name: object) -> bool:
 
 
 def check_tensors(
-    folder: Path, drafter: TreeSparkDrafter, tensors: dict[str, Tensor], layout: str
+    folder: Path, drafter: DrafterModel, tensors: dict[str, Tensor], layout: str
 ) -> None:
     """Raise `UsageError` unless names and shapes are exactly those the config asks for.
 
@@ -325,7 +146,7 @@ def check_tensors(
     """
     expected = {key: tuple(t.shape) for key, t in drafter.state_dict().items()}
     stored = [key for key in FROZEN_KEYS if key in tensors]
-    if layout != DEEPSPEC or not stored:
+    if layout not in WITH_TARGET or not stored:
         expected = {key: shape for key, shape in expected.items() if key not in FROZEN_KEYS}
     for word, names in (
         ("missing", expected.keys() - tensors.keys()),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TreeSparkDrafter: block backbone, heads and the target's frozen embedding and head.
+"""TreeSparkDrafter: block backbone and heads; `base.py` has the target's embedding and head.
 
 Shapes: S sequences, L positions, A anchors, R requests, B draft depths (`block_size`), W input
 slots of a block (B, or B + 1 in the in-place layout), H hidden size, m taps, V vocabulary, r Markov
@@ -10,130 +10,37 @@ State-dict keys are those of DeepSpec checkpoints.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from treespark.drafter.attention import context_bias, packed_attention, training_attention
-from treespark.drafter.backbone import BlockLayer, Rope, RotaryTable
+from treespark.drafter.backbone import BlockLayer
+from treespark.drafter.base import DrafterModel
 from treespark.drafter.cache import DraftCache
 from treespark.drafter.config import TreeSparkConfig
 from treespark.drafter.heads import ConfidenceHead, MarkovHead
 from treespark.errors import UsageError
-from treespark.prepack import prepack_linears
-
-if TYPE_CHECKING:
-    from treespark.drafter.loading import TargetWeights
 
 NodeLogits = Callable[[int, Tensor], Tensor]
 
 
-class TreeSparkDrafter(PreTrainedModel):
-    """Proposes B depths of tokens after an anchor from the target's features, in one pass.
-
-    A new instance has no embedding and head (they are on the meta device): `init_from_target` and
-    `from_pretrained` attach the target's, which are never trained.
-    """
+class TreeSparkDrafter(DrafterModel):
+    """Proposes B depths of tokens after an anchor from the target's features, in one pass."""
 
     config: TreeSparkConfig
     config_class = TreeSparkConfig
-    base_model_prefix = "drafter"
 
     def __init__(self, config: TreeSparkConfig) -> None:
         super().__init__(config)
-        with torch.device("meta"):
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-            self.lm_head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
-        self._rotary = RotaryTable(config.head_dim, config.rope_theta)
-        self.post_init()
-        self.embed_tokens.requires_grad_(False)
-        self.lm_head.requires_grad_(False)
-
-    # ------------------------------------------------------------------ making and storing
-
-    @classmethod
-    def init_from_target(
-        cls,
-        config: TreeSparkConfig,
-        embed_weight: Tensor,
-        head_weight: Tensor,
-        dtype: torch.dtype = torch.float32,
-    ) -> TreeSparkDrafter:
-        """Return a new drafter: weights N(0, initializer_range), norms 1, biases 0.
-
-        embed_weight and head_weight [V, H] are the target's own tensors, shared and frozen; the
-        other weights get `dtype` on the same device. Raises `UsageError` on a size mismatch.
-        """
-        drafter = cls(config)
-        drafter.attach_target(embed_weight, head_weight)
-        for name, module in drafter.named_children():
-            if name not in ("embed_tokens", "lm_head"):
-                module.to(device=embed_weight.device, dtype=dtype)
-        return drafter
-
-    def attach_target(self, embed_weight: Tensor, head_weight: Tensor) -> None:
-        """Use the target's embedding and head [V, H], sharing their storage, without gradients."""
-        expected = (self.config.vocab_size, self.config.hidden_size)
-        for name, weight in (("embedding", embed_weight), ("head", head_weight)):
-            if tuple(weight.shape) != expected:
-                raise UsageError(
-                    f"the target's {name} is {list(weight.shape)}, the drafter was made for "
-                    f"[vocab_size, hidden_size] = {list(expected)}"
-                )
-        self.embed_tokens.weight = nn.Parameter(embed_weight.detach(), requires_grad=False)
-        self.lm_head.weight = nn.Parameter(head_weight.detach(), requires_grad=False)
-
-    def prepack(self, target_head: nn.Module | None = None) -> None:
-        """Prepare for drafting: linear layers become prepacked ones, see `treespark.prepack`.
-
-        Their plain weights are gone afterwards, so it can be neither trained nor saved.
-        target_head: the target's own head module, used where this drafter shares its weight.
-        """
-        if target_head is not None:
-            self.lm_head = target_head
-        prepack_linears(self)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        folder: str | Path,
-        target: TargetWeights | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> TreeSparkDrafter:
-        """Return the drafter stored in a folder; see `loading.load_folder`."""
-        from treespark.drafter.loading import load_folder
-
-        return load_folder(Path(folder), target, dtype=dtype, device=device, drafter_class=cls)
-
-    def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
-        """Write config.json and model.safetensors without embedding and head; see `export`."""
-        from treespark.drafter.export import save_own
-
-        save_own(self, Path(folder), dtype)
-
-    def export_deepspec(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
-        """Write a DeepSpec folder with embedding and head in it; see `export`."""
-        from treespark.drafter.export import save_deepspec
-
-        save_deepspec(self, Path(folder), dtype)
+        self.finish_init()
 
     # ------------------------------------------------------------------ backbone
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """Dtype of the backbone's weights, its hidden states and its cache."""
-        return self.hidden_norm.weight.dtype
 
     def fuse(self, features: Tensor) -> Tensor:
         """Return the fused context [..., H] that all layers share, from features [..., m*H]."""
@@ -176,9 +83,16 @@ class TreeSparkDrafter(PreTrainedModel):
             self.config, num_slots, max_len, self.embed_tokens.weight.device, self.compute_dtype
         )
 
-    def extend_context(self, cache: DraftCache, slot: int, start: int, features: Tensor) -> None:
+    def extend_context(
+        self,
+        cache: DraftCache,
+        slot: int,
+        start: int,
+        features: Tensor,
+        token_ids: Tensor | None = None,
+    ) -> None:
         """Write context rows start..start+n-1 of a slot from features [n, m*H]."""
-        self.extend_contexts(cache, [slot], [start], [features.shape[0]], features)
+        self.extend_contexts(cache, [slot], [start], [features.shape[0]], features, token_ids)
 
     @torch.no_grad()
     def extend_contexts(
@@ -188,10 +102,12 @@ class TreeSparkDrafter(PreTrainedModel):
         starts: Sequence[int],
         counts: Sequence[int],
         features: Tensor,
+        token_ids: Tensor | None = None,
     ) -> None:
         """Write counts[i] context rows from starts[i] on for each slot, in one packed pass.
 
-        features [sum counts, m*H]: the rows of all slots one after the other.
+        features [sum counts, m*H]: the rows of all slots one after the other. token_ids: of these
+        rows, not used here: a block drafter sees no token but its anchor.
         """
         assert features.shape[0] == sum(counts)
         context = self.fuse(features)
@@ -241,23 +157,13 @@ class TreeSparkDrafter(PreTrainedModel):
         shape = (*anchor_tokens.shape, self.config.num_slots)
         ids = anchor_tokens.new_full(shape, self.config.mask_token_id)
         ids[..., 0] = anchor_tokens
-        return self.embed_tokens(ids).to(self.compute_dtype)
+        return self.embed(ids)
 
     def _drafted(self, hidden: Tensor) -> Tensor:
         """Drop the slot that predicts nothing (in-place layout): [..., W, H] -> [..., B, H]."""
         return hidden if self.config.anchor_predicts_next else hidden[..., 1:, :]
 
-    def _rope_rows(self, positions: list[int], like: Tensor) -> Rope:
-        """Return cos and sin [n, 1, D] of the given positions."""
-        cos, sin = self._rotary.rows(max(positions, default=0) + 1, like.device, like.dtype)
-        index = torch.tensor(positions, device=like.device, dtype=torch.long)
-        return cos[index].unsqueeze(1), sin[index].unsqueeze(1)
-
     # ------------------------------------------------------------------ logits
-
-    def base_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits without the Markov bias, [..., V] float32, from hidden [..., H]."""
-        return self.lm_head(hidden.to(self.embed_tokens.weight.dtype)).float()
 
     def markov_bias(self, parent_tokens: Tensor, hidden: Tensor) -> Tensor | None:
         """Return bias rows [..., V] float32 for parent_tokens [...] and hidden [..., H].

@@ -41,12 +41,6 @@ def text_tokenizer(target: TargetModel) -> Tokenizer | None:
     return backend
 
 
-def is_chain_only(drafter: Drafter) -> bool:
-    """Return whether the drafter's head carries a state along its path, so that it has no tree."""
-    config = drafter.config
-    return config.markov_rank > 0 and config.markov_head_type == "rnn"
-
-
 def check_sizes(
     target: TargetModel, max_num_seqs: int, max_model_len: int, prefill_chunk: int
 ) -> None:
@@ -76,9 +70,9 @@ def check_drafter(target: TargetModel, drafter: Drafter | None, policy: TreePoli
         raise UsageError(
             f"--depth {policy.depth}: allowed: 1..{config.block_size} (the drafter's block_size)"
         )
-    if is_chain_only(drafter) and policy.branching > 1:
+    if config.chain_only is not None and policy.branching > 1:
         raise UsageError(
-            f"--branching {policy.branching}: allowed: 1, a drafter with markov_head_type 'rnn' "
+            f"--branching {policy.branching}: allowed: 1, a drafter with {config.chain_only} "
             "drafts chains"
         )
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from treespark.drafter.auto import drafted_logits
 from treespark.serving.checks import (
     check_drafter,
     check_request,
     check_sizes,
     default_policy,
-    is_chain_only,
     text_tokenizer,
 )
 from treespark.serving.clock import PhaseClock
@@ -31,7 +31,7 @@ from treespark.serving.detokenize import TextStream
 from treespark.serving.records import RequestRecord
 from treespark.serving.scheduler import Request, RequestOutput, RequestState, Scheduler, Slot
 from treespark.tree.packed import PackedTree
-from treespark.tree.policy import NodeLogits, TreePolicy, expand, pack
+from treespark.tree.policy import TreePolicy, expand, pack
 from treespark.tree.verify import accept_greedy
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Engine:
             for request, path in zip(batch.requests, accepted, strict=True):
                 commit(request, path.tokens, path.proposal, now_s)
             self.clock.mark("host")
-            self._keep_rows(running, accepted, verified.features)
+            self._keep_rows(running, accepted, tree, verified.features)
             self.clock.mark("commit")
             self.clock.count_round(len(running))
         outputs = self._emit(grown + running)
@@ -183,7 +183,7 @@ class Engine:
             slot.kv_length += len(chunk)
             room -= len(chunk)
             # Every chunk feeds the drafter, not only the last: its context is the whole prompt.
-            self._extend_context([slot], [len(chunk)], output.features)
+            self._extend_context([slot], [len(chunk)], output.features, ids)
             if slot.kv_length < len(request.prompt_token_ids):
                 continue
             commit(request, [int(output.logits[-1].argmax())], None, time.perf_counter())
@@ -238,19 +238,12 @@ class Engine:
             return PackedTree.root_only(batch.anchors)
         hidden = self.drafter.draft_block(self.context, batch.slots, batch.lengths, batch.anchors)
         self.clock.mark("draft")
-        pool = expand(self._node_logits(hidden, batch.anchors), batch.anchors, self.policy)
+        node_logits = drafted_logits(self.drafter, hidden, batch.anchors)
+        pool = expand(node_logits, batch.anchors, self.policy)
         limits = torch.tensor(batch.max_depths, device=batch.anchors.device)
         tree = pack(pool, self.policy.budget, limits)
         self.clock.mark("expand")
         return tree
-
-    def _node_logits(self, hidden: Tensor, anchors: Tensor) -> NodeLogits:
-        """Return the drafter's logits per node; a head with a state per path has only a chain's."""
-        assert self.drafter is not None
-        if not is_chain_only(self.drafter):
-            return self.drafter.node_logits(hidden)
-        _, logits = self.drafter.chain(hidden, anchors)
-        return lambda depth, _: logits[:, depth - 1 : depth]
 
     # ------------------------------------------------------------------ accept, commit, emit
 
@@ -270,7 +263,11 @@ class Engine:
         return accepted
 
     def _keep_rows(
-        self, running: list[Held], accepted: list[Accepted], features: Tensor | None
+        self,
+        running: list[Held],
+        accepted: list[Accepted],
+        tree: PackedTree,
+        features: Tensor | None,
     ) -> None:
         """Keep the accepted rows of the requests that go on: target K/V moved, draft context added.
 
@@ -289,18 +286,19 @@ class Engine:
             assert features is not None
             picks = [(i, node) for i, path in zip(going, paths, strict=True) for node in path]
             row, node = torch.tensor(picks, device=features.device).unbind(1)
-            self._extend_context(slots, [len(path) for path in paths], features[row, node])
+            counts = [len(path) for path in paths]
+            self._extend_context(slots, counts, features[row, node], tree.tokens[row, node])
 
     def _extend_context(
-        self, slots: list[Slot], counts: list[int], features: Tensor | None
+        self, slots: list[Slot], counts: list[int], features: Tensor | None, token_ids: Tensor
     ) -> None:
-        """Project features [sum counts, mH] to draft K/V behind the rows that are there."""
+        """Add features [sum counts, mH] and their tokens to the context behind what is there."""
         if self.context is None:
             return
         assert self.drafter is not None
         assert features is not None
         indices, starts = [slot.index for slot in slots], [slot.draft_length for slot in slots]
-        self.drafter.extend_contexts(self.context, indices, starts, counts, features)
+        self.drafter.extend_contexts(self.context, indices, starts, counts, features, token_ids)
         for slot, count in zip(slots, counts, strict=True):
             slot.draft_length += count
 

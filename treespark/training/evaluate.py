@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from treespark.drafter.auto import drafted_logits
 from treespark.tree.policy import NodeLogits, TreePolicy, expand, pack
 from treespark.tree.verify import accept_tokens
 
@@ -22,14 +23,14 @@ if TYPE_CHECKING:
 
     from treespark.data.batches import Row
     from treespark.data.features import FeatureSource
-    from treespark.drafter.modeling import TreeSparkDrafter
+    from treespark.drafter.auto import AnyDrafter
     from treespark.tree.packed import PackedTree
 
 _ANCHORS_AT_ONCE = 32
 
 
 def simulated_acceptance(
-    drafter: TreeSparkDrafter,
+    drafter: AnyDrafter,
     rows: Sequence[Row],
     features: FeatureSource,
     policies: Mapping[str, TreePolicy],
@@ -64,7 +65,7 @@ def _walk(accepted: list[int]) -> tuple[int, int]:
 
 
 def _accepted_everywhere(
-    drafter: TreeSparkDrafter,
+    drafter: AnyDrafter,
     row: Row,
     end: int,
     features: FeatureSource,
@@ -79,7 +80,7 @@ def _accepted_everywhere(
     for chunk in anchors.split(_ANCHORS_AT_ONCE):
         keep = torch.ones_like(chunk, dtype=torch.bool)
         hidden = drafter.training_blocks(tokens[None], row_features, chunk[None], keep[None])[0]
-        node_logits = drafter.node_logits(hidden)
+        node_logits = drafted_logits(drafter, hidden, tokens[chunk])
         for name, tree in _trees(node_logits, tokens[chunk], policies):
             results[name].append(
                 accept_tokens(

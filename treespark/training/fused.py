@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cross-entropy and L1 over the vocabulary, chunk by chunk, with closed-form gradients.
 
-The plain forms are losses.cross_entropy_rows and losses.l1_rows on [n, V] tensors; here no float32
-tensor is larger than [chunk_rows, V]. Matrix products run over BLOCK_ROWS rows at a time in the
-weights' dtype (few rows would read the whole head for little work), everything else over
-chunk_rows rows, which stay in the processor's cache.
+The plain forms are losses.cross_entropy_rows, losses.soft_cross_entropy_rows and losses.l1_rows on
+[n, V] tensors; here no float32 tensor is larger than [chunk_rows, V]. Matrix products run over
+BLOCK_ROWS rows at a time in the weights' dtype (few rows would read the whole head for little
+work), everything else over chunk_rows rows, which stay in the processor's cache.
 
 Shapes: n rows, u unique teacher positions, H hidden size, r Markov rank, V vocabulary.
 Source: algorithms 2.2 and 7.17 (one pass for both losses); the gradients follow from softmax:
-d CE / dz = q - onehot(label);  d L1 / dz = q * (s - sum(q * s)) with s = sign(q - p).
+d CE / dz = q - onehot(label), or q - p for a soft one;  d L1 / dz = q * (s - sum(q * s)) with s =
+sign(q - p).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def vocab_losses(
     w2: Tensor | None,
     teacher_hidden: Tensor | None,
     teacher_row: Tensor | None,
-    labels: Tensor,
+    labels: Tensor | None,
     chunk_rows: int = 32,
     keep_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -42,7 +43,8 @@ def vocab_losses(
     z = hidden @ head_weight.T (in the weights' dtype, then float32) + latent @ w2.T (in the dtype
     of w2, added in float32). hidden [n, H]; latent [n, r] and w2 [V, r], both None without a Markov
     head; head_weight [V, H] frozen; teacher_hidden [u, H] post-norm; teacher_row [n] int64, the
-    row of teacher_hidden of each row, best all used; both None: l1 is 0. labels [n] int64.
+    row of teacher_hidden of each row, best all used; both None: l1 is 0. labels [n] int64, or None:
+    ce is the cross-entropy with the teacher, -sum(p * log q).
     Outputs are float32 (float64 if head_weight is). Gradients reach hidden, latent and w2, never
     the head or the teacher; l1 carries the only gradient of the teacher comparison, so the overlap
     1 - l1 / 2 is to be detached (losses.overlap_rows).
@@ -56,6 +58,8 @@ def vocab_losses(
         raise UsageError("latent and w2: give both or neither (markov_rank 0)")
     if (teacher_hidden is None) != (teacher_row is None):
         raise UsageError("teacher_hidden and teacher_row: give both or neither")
+    if labels is None and teacher_row is None:
+        raise UsageError("labels: give them, or the teacher instead")
     teacher = (teacher_hidden, teacher_row)
     # dtypes are those of the arguments, also inside an autocast region
     with torch.autocast(hidden.device.type, enabled=False):
@@ -81,15 +85,21 @@ class _Plan:
     """Everything about the rows that both passes share; row order is by teacher row."""
 
     order: Tensor
-    labels: Tensor
+    labels: Tensor | None
     teacher_row: Tensor | None
     blocks: list[_Block]
 
+    def labels_of(self, block: _Block, part: slice) -> Tensor | None:
+        """Labels [c, 1] of a chunk."""
+        if self.labels is None:
+            return None
+        return self.labels[block.start + part.start : block.start + part.stop].unsqueeze(-1)
 
-def _plan(labels: Tensor, teacher_row: Tensor | None) -> _Plan:
-    num_rows = labels.shape[0]
+
+def _plan(hidden: Tensor, labels: Tensor | None, teacher_row: Tensor | None) -> _Plan:
+    num_rows = hidden.shape[0]
     if teacher_row is None:
-        order = torch.arange(num_rows, device=labels.device)
+        order = torch.arange(num_rows, device=hidden.device)
         sorted_rows = None
     else:
         order = teacher_row.argsort(stable=True)
@@ -105,7 +115,7 @@ def _plan(labels: Tensor, teacher_row: Tensor | None) -> _Plan:
         _Block(order[start:stop], start, stop, borders[2 * i], borders[2 * i + 1])
         for i, (start, stop) in enumerate(zip(starts, stops, strict=True))
     ]
-    return _Plan(order, labels[order], sorted_rows, blocks)
+    return _Plan(order, None if labels is None else labels[order], sorted_rows, blocks)
 
 
 @dataclass
@@ -158,13 +168,13 @@ class _VocabLosses(torch.autograd.Function):
         w2: Tensor | None,
         teacher_hidden: Tensor | None,
         teacher_row: Tensor | None,
-        labels: Tensor,
+        labels: Tensor | None,
         chunk_rows: int,
         keep_logits: bool,
     ) -> tuple[Tensor, Tensor]:
         inputs = _Inputs(hidden, latent, head_weight, w2, teacher_hidden)
-        plan = _plan(labels, teacher_row)
-        num_rows = labels.shape[0]
+        plan = _plan(hidden, labels, teacher_row)
+        num_rows = hidden.shape[0]
         # in teacher order until the end
         ce = hidden.new_zeros(num_rows, dtype=inputs.dtype)
         l1, normalisers = torch.zeros_like(ce), torch.zeros_like(ce)
@@ -241,14 +251,19 @@ def _forward_block(
         width = part.stop - part.start
         z, other = logits_buffer[:width], teacher_buffer[:width]
         inputs.fill_logits(z, base[part], None if latent is None else latent[part])
-        labels = plan.labels[block.start + part.start : block.start + part.stop].unsqueeze(-1)
-        picked = z.gather(-1, labels).squeeze(-1)
+        labels = plan.labels_of(block, part)
         log_q = z.log_softmax(-1)
-        ce[part] = -log_q.gather(-1, labels).squeeze(-1)
-        normalisers[part] = picked + ce[part]
+        if labels is not None:
+            picked = z.gather(-1, labels).squeeze(-1)
+            ce[part] = -log_q.gather(-1, labels).squeeze(-1)
+            normalisers[part] = picked + ce[part]
         if teacher is None or norm is None:
             continue
         _fill_teacher(other, plan, block, part, teacher, norm)
+        if labels is None:
+            normalisers[part] = z[:, 0] - log_q[:, 0]
+            # In place of the logits, which are not needed any more.
+            ce[part] = -torch.mul(torch.exp(other, out=z), log_q, out=z).sum(-1)
         # sum of min(q, p) with one exponential: exp is monotone
         torch.minimum(log_q, other, out=other)
         l1[part] = (2 - 2 * other.exp_().sum(-1)).clamp(0, 2)
@@ -320,8 +335,12 @@ def _backward_block(
             mean_sign = torch.bmm(q.unsqueeze(1), sign.unsqueeze(2)).squeeze(-1)
             offset = grad_ce[part] - grad_l1[part] * mean_sign
             q.mul_(sign.mul_(grad_l1[part]).add_(offset))
-        labels = plan.labels[block.start + part.start : block.start + part.stop].unsqueeze(-1)
-        q.scatter_add_(-1, labels, -grad_ce[part])
+        labels = plan.labels_of(block, part)
+        if labels is not None:
+            q.scatter_add_(-1, labels, -grad_ce[part])
+        elif teacher is not None and norm is not None:
+            _fill_teacher(sign, plan, block, part, teacher, norm)
+            q.addcmul_(sign.exp_(), grad_ce[part], value=-1)
         grads[part] = q
         _add_markov_gradients(inputs, block, part, q, latent, sums)
     if sums.hidden is not None:

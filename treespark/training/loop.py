@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from treespark.drafter.modeling import TreeSparkDrafter
+    from treespark.drafter.auto import AnyDrafter
     from treespark.recipe import Recipe
     from treespark.target.model import TargetModel
     from treespark.training.updates import Updates
@@ -65,7 +65,7 @@ class _Run:
 
     recipe: Recipe
     ranks: Ranks
-    drafter: TreeSparkDrafter
+    drafter: AnyDrafter
     updates: Updates
     features: FeatureSource
     rows: list[Row]
@@ -142,8 +142,8 @@ def _steps(run: _Run, first: int, memory: dict[str, Any], log: MetricsLog | None
             skipped = _count_skipped(outcome, skipped, step)
             bar.update()
             if step % 10 == 0:
-                ce = outcome.get("ce", math.nan)
-                bar.set_postfix(loss=f"{outcome['loss']:.3f}", ce=f"{ce:.3f}")
+                shown = [name for name in ("loss", "ce", "soft_ce") if name in outcome]
+                bar.set_postfix({name: f"{outcome[name]:.3f}" for name in shown})
             if train.eval_every and (done % train.eval_every == 0 or done == total):
                 _evaluate(run, step, log)
             # One rank may have been signalled: all stop at the same step.
@@ -263,14 +263,10 @@ def _evaluate(run: _Run, step: int, log: MetricsLog | None) -> None:
     """Log the acceptance lengths of chain and trees on the held-out rows, if there are any."""
     if not run.holdout:
         return
-    head = run.drafter.markov_head
-    if head is not None and head.head_type == "rnn":
-        logger.info("no held-out acceptance: an rnn head drafts no trees")
-        return
     policy = setup.policy(run.recipe)
     chain = dataclasses.replace(policy, branching=1, budget=policy.depth, frontier=None)
     policies = {"chain": chain}
-    for budget in sorted({8, 16, policy.budget}):
+    for budget in () if run.drafter.config.chain_only else sorted({8, 16, policy.budget}):
         policies[f"tree{budget}"] = dataclasses.replace(policy, budget=budget)
     own_rows = run.holdout[run.ranks.rank :: run.ranks.world_size]
     with run.updates.whole_weights():

@@ -128,6 +128,14 @@ def cross_entropy_rows(logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(logits, labels, reduction="none")
 
 
+def soft_cross_entropy_rows(logits: Tensor, teacher_probs: Tensor) -> Tensor:
+    """Return -sum(p * log softmax(logits)) per row [n] with p = teacher_probs, a constant.
+
+    logits, teacher_probs: [n, V].  Source: algorithms 2.7.
+    """
+    return -(teacher_probs.detach() * logits.log_softmax(-1)).sum(-1)
+
+
 def l1_rows(logits: Tensor, teacher_probs: Tensor) -> Tensor:
     """Return ||softmax(logits) - teacher_probs||_1 per row [n], in [0, 2]; no factor 1/2.
 

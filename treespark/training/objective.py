@@ -21,6 +21,7 @@ from treespark.training.losses import (
     depth_weights,
     overlap_rows,
     validity,
+    weighted_term,
 )
 from treespark.training.replay import (
     CoverageSettings,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from treespark.data.batches import Batch
-    from treespark.drafter.modeling import TreeSparkDrafter
+    from treespark.drafter.auto import AnyDrafter
     from treespark.tree.policy import NodeLogits, TreePolicy
 
 Terms = dict[str, LossTerm]
@@ -86,7 +87,7 @@ class MicroBatchTerms:
 
 
 def plan_micro_batch(
-    drafter: TreeSparkDrafter,
+    drafter: AnyDrafter,
     micro: MicroBatch,
     objective: Objective,
     weights: Mapping[str, float],
@@ -103,7 +104,7 @@ def plan_micro_batch(
 
 
 def micro_batch_terms(
-    drafter: TreeSparkDrafter,
+    drafter: AnyDrafter,
     micro: MicroBatch,
     objective: Objective,
     weights: Mapping[str, float],
@@ -118,7 +119,12 @@ def micro_batch_terms(
     if plan is None:
         plan = _plan(drafter, hidden.detach(), micro, objective, weights)
     rows = _Rows.of(micro.batch, drafter.config.block_size)
-    terms, counters = _base(drafter, hidden, rows, micro.last_hidden, objective, weights)
+    terms, counters = {}, {}
+    if not weights.get("soft_ce") or weights["ce"] or weights["l1"] or weights["confidence"]:
+        terms, counters = _base(drafter, hidden, rows, micro.last_hidden, objective, weights)
+    if weights.get("soft_ce"):
+        soft_terms, overlap = _soft(drafter, hidden, rows, micro, objective)
+        terms, counters = terms | soft_terms, counters | overlap
     if plan.replay is not None:
         grows = micro.batch.tree_keep
         terms |= tree_terms(plan.replay, _node_logits(drafter, hidden[grows], objective))
@@ -126,7 +132,7 @@ def micro_batch_terms(
     return MicroBatchTerms(terms, counters, plan)
 
 
-def _blocks(drafter: TreeSparkDrafter, micro: MicroBatch) -> Tensor:
+def _blocks(drafter: AnyDrafter, micro: MicroBatch) -> Tensor:
     batch = micro.batch
     return drafter.training_blocks(batch.input_ids, micro.features, batch.anchors, batch.keep)
 
@@ -136,7 +142,7 @@ def _grows(batch: Batch, weights: Mapping[str, float]) -> bool:
 
 
 def _plan(
-    drafter: TreeSparkDrafter,
+    drafter: AnyDrafter,
     hidden: Tensor | None,
     micro: MicroBatch,
     objective: Objective,
@@ -162,8 +168,9 @@ def _plan(
         trees = replay.denominators()
     base = depth_weights(rows.valid, objective.coverage.gamma).sum()
     zero = torch.zeros_like(base)
-    trees = {"survival": zero, "coverage": zero} | trees
-    return MicroBatchPlan({name: trees.get(name, base) for name in weights}, replay)
+    # Soft cross-entropy is a mean over all tokens, supervised or not (algorithms 2.7).
+    others = {"survival": zero, "coverage": zero, "soft_ce": batch.lengths.sum().to(base)} | trees
+    return MicroBatchPlan({name: others.get(name, base) for name in weights}, replay)
 
 
 @dataclass(frozen=True)
@@ -198,7 +205,7 @@ class _Rows:
 
 
 def _base(
-    drafter: TreeSparkDrafter,
+    drafter: AnyDrafter,
     hidden: Tensor,
     rows: _Rows,
     last_hidden: Tensor,
@@ -239,7 +246,34 @@ def _base(
     }
 
 
-def _node_logits(drafter: TreeSparkDrafter, hidden: Tensor, objective: Objective) -> NodeLogits:
+def _soft(
+    drafter: AnyDrafter, hidden: Tensor, rows: _Rows, micro: MicroBatch, objective: Objective
+) -> tuple[Terms, Terms]:
+    """Cross-entropy with the target's distributions, over all tokens (algorithms 2.7)."""
+    valid, head = rows.valid, drafter.markov_head
+    positions, teacher_row = rows.flat_position()[valid].unique(return_inverse=True)
+    soft_ce, l1 = vocab_losses(
+        hidden[valid],
+        None if head is None else head.latent(rows.parents, hidden)[valid],
+        drafter.lm_head.weight,
+        None if head is None else head.markov_w2.weight,
+        micro.last_hidden.flatten(0, 1)[positions],
+        teacher_row,
+        None,
+        chunk_rows=objective.chunk_rows,
+        keep_logits=objective.keep_logits,
+    )
+    row_weights = depth_weights(valid, objective.coverage.gamma)[valid]
+    numerator = weighted_term(soft_ce, row_weights).numerator
+    overlap = torch.zeros_like(valid, dtype=l1.dtype)
+    overlap[valid] = overlap_rows(l1)
+    return (
+        {"soft_ce": LossTerm(numerator, micro.batch.lengths.sum().to(numerator))},
+        {"overlap": overlap_per_depth(overlap, valid)},
+    )
+
+
+def _node_logits(drafter: AnyDrafter, hidden: Tensor, objective: Objective) -> NodeLogits:
     """Logits per depth and parent from the block outputs [T, B, H] of the anchors that grow."""
     head = drafter.markov_head
     return depth_logits(

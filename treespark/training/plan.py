@@ -20,7 +20,8 @@ from rich.table import Table
 
 from treespark.data.batches import load_rows
 from treespark.data.feature_rows import RowLayout
-from treespark.drafter.modeling import TreeSparkDrafter
+from treespark.drafter.attention import MAX_SCORES
+from treespark.drafter.auto import DRAFTERS
 from treespark.errors import UsageError
 from treespark.sizes import readable
 from treespark.target.checks import check_config
@@ -29,8 +30,8 @@ from treespark.training import setup
 from treespark.training.fused import BLOCK_ROWS
 
 if TYPE_CHECKING:
-    from treespark.drafter.config import TreeSparkConfig
-    from treespark.recipe import Recipe
+    from treespark.drafter.config import DrafterConfig
+    from treespark.recipe import LossWeights, Recipe
 
 GIB = 1 << 30
 # Part of the memory that a plan may use; the rest is the allocator's.
@@ -65,7 +66,7 @@ class Workload:
 class Shapes:
     """Sizes that the arithmetic needs, from the recipe and the target's config."""
 
-    config: TreeSparkConfig
+    config: DrafterConfig
     trainable: int
     frozen: int
     target_parameters: int
@@ -73,12 +74,12 @@ class Shapes:
     target_width: int
 
     @classmethod
-    def of(cls, target: Any, config: TreeSparkConfig) -> Shapes:
+    def of(cls, target: Any, config: DrafterConfig) -> Shapes:
         """Count parameters on models without storage.  target: a transformers config."""
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
-            drafter = TreeSparkDrafter(config)
+            drafter = DRAFTERS[type(config)](config)
             model = AutoModelForCausalLM.from_config(target)
         sizes = [(p.numel(), p.requires_grad) for p in drafter.parameters()]
         tied = bool(getattr(target, "tie_word_embeddings", False))
@@ -101,28 +102,49 @@ def flops_per_row(
     c, data = shapes.config, recipe.data
     drafts = data.num_anchors * c.block_size
     width, kv_width = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    layer = c.hidden_size * (2 * width + 2 * kv_width) + 3 * c.hidden_size * c.intermediate_size
+    rows = c.attention_input_size
+    layer = rows * (width + 2 * kv_width) + c.hidden_size * (width + 3 * c.intermediate_size)
     fuse = 2 * tokens * c.feature_size * c.hidden_size
-    context = c.num_hidden_layers * 4 * tokens * c.hidden_size * kv_width
+    context = c.num_hidden_layers * 4 * tokens * rows * kv_width
     # Every block is scored against the whole row; the mask comes after.
     attention = c.num_hidden_layers * 4 * drafts * (tokens + c.block_size) * width
     trunk = 2 * fuse + 3 * (context + c.num_hidden_layers * 2 * drafts * layer + attention)
     head = 2 * drafts * c.hidden_size * c.vocab_size
-    markov = 2 * drafts * c.markov_rank * c.vocab_size
-    teacher = 2 * min(drafts, tokens) * c.hidden_size * c.vocab_size
+    markov = 2 * drafts * recipe.drafter.markov_rank * c.vocab_size
+    teacher = 2 * _teacher_rows(recipe, drafts, tokens) * c.hidden_size * c.vocab_size
     again = 1 - recipe.train.keep_logits
     # The head is frozen: forward and the gradient of its input, and once more where recomputed.
     losses = (2 + again) * head + (3 + again) * markov + (1 + again) * teacher
     policy = recipe.policy
     frontier = policy.frontier or policy.branching
-    parents = data.tree_anchors * (1 + (policy.depth - 1) * frontier)
+    parents = _tree_anchors(recipe) * (1 + (policy.depth - 1) * frontier)
     # Planned, computed, recomputed, and two products backwards.
-    replay = 5 * 2 * parents * c.markov_rank * c.vocab_size
+    replay = 5 * 2 * parents * recipe.drafter.markov_rank * c.vocab_size
     parts = {"trunk": trunk, "losses": losses, "replay": replay}
     if data.features != "store":
         scores = 2 * tokens * tokens * shapes.target_width * shapes.target_layers
         parts["target"] = online * (2 * shapes.target_parameters * tokens + scores)
     return {name: float(value) for name, value in parts.items()}
+
+
+def _mixes(recipe: Recipe) -> list[LossWeights]:
+    """The loss weights of the run, those of a warm-up among them."""
+    return [part for part in (recipe.losses, recipe.losses.warmup) if part is not None]
+
+
+def _tree_anchors(recipe: Recipe) -> int:
+    """Anchors of a row whose trees are replayed."""
+    used = any(part.survival or part.coverage for part in _mixes(recipe))
+    return recipe.data.tree_anchors if used else 0
+
+
+def _teacher_rows(recipe: Recipe, drafts: int, tokens: int) -> int:
+    """Positions of a row whose target distributions are computed."""
+    with_confidence = recipe.drafter.enable_confidence_head
+    used = any(
+        part.l1 or part.soft_ce or (part.confidence and with_confidence) for part in _mixes(recipe)
+    )
+    return min(drafts, tokens) if used else 0
 
 
 def memory(
@@ -137,17 +159,22 @@ def memory(
     drafts, anchors = data.num_anchors * c.block_size, data.num_anchors
     width, kv_width = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     # Kept for the backward pass: inputs and outputs of norms, projections, gate and product.
-    per_draft = 6 * c.hidden_size + 4 * width + 4 * kv_width + 4 * c.intermediate_size
+    extra = c.attention_input_size - c.hidden_size
+    per_draft = 6 * c.hidden_size + 2 * extra + 4 * (width + kv_width + c.intermediate_size)
     per_token = c.feature_size + 2 * c.hidden_size + c.num_hidden_layers * 6 * kv_width
     activations = c.num_hidden_layers * drafts * per_draft + tokens * per_token
-    scores = min(1 << 25, drafts * c.num_attention_heads * (tokens + c.block_size))
+    # An eagle3 drafter goes through its depths one by one, and keeps the scores of each.
+    steps = c.block_size if recipe.drafter.architecture == "eagle3" else 1
+    scores = drafts // steps * c.num_attention_heads * (tokens + c.block_size)
+    scores = scores * steps if scores <= MAX_SCORES else MAX_SCORES
     rows = min(BLOCK_ROWS, micro_batch * drafts)
     # Base, teacher and gradient of a block, and two float32 buffers of a chunk.
     block = c.vocab_size * (rows * 3 * size + min(train.chunk_rows, rows) * 2 * 4)
-    kept = (drafts + min(drafts, tokens)) * c.vocab_size * size if train.keep_logits else 0
+    teacher = _teacher_rows(recipe, drafts, tokens)
+    kept = (drafts + teacher) * c.vocab_size * size if train.keep_logits else 0
     frontier = recipe.policy.frontier or recipe.policy.branching
     # One depth at a time: logits, their sum with the base, softmax and gradient.
-    replay = micro_batch * data.tree_anchors * frontier * c.vocab_size * 4 * 4
+    replay = micro_batch * _tree_anchors(recipe) * frontier * c.vocab_size * 4 * 4
     held = -(-train.global_batch // (devices * micro_batch)) * micro_batch
     parts = {
         "target": shapes.target_parameters * 2.0 if data.features != "store" else 0.0,
@@ -274,7 +301,7 @@ def run_plan(
 
 
 def _workload(
-    recipe: Recipe, config: TreeSparkConfig, rows: int | None, mean_tokens: int | None
+    recipe: Recipe, config: DrafterConfig, rows: int | None, mean_tokens: int | None
 ) -> Workload:
     if rows is not None and mean_tokens is not None:
         return Workload(rows, mean_tokens)

@@ -15,9 +15,10 @@ import torch
 
 from treespark.data.jsonl import check_folder
 from treespark.device import rank_device, resolve_dtype
+from treespark.drafter.auto import DRAFTERS
 from treespark.drafter.config import TreeSparkConfig, default_target_layer_ids
+from treespark.drafter.eagle3 import NUM_DEFAULT_TAPS, Eagle3Config
 from treespark.drafter.export import check_destination
-from treespark.drafter.modeling import TreeSparkDrafter
 from treespark.errors import UsageError
 from treespark.recipe import LossWeights, Recipe, dump_recipe
 from treespark.target.model import TargetModel
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from treespark.data.batches import Row
+    from treespark.drafter.auto import AnyDrafter
+    from treespark.drafter.config import DrafterConfig
     from treespark.training.checkpoint import Checkpoint
     from treespark.training.ranks import Ranks
     from treespark.training.updates import Updates
@@ -40,6 +43,29 @@ if TYPE_CHECKING:
 _FREE_TRAIN_KEYS = frozenset(
     {"save_every", "eval_every", "chunk_rows", "keep_logits", "micro_batch", "zero_stage"}
 )
+# Keys that older checkpoints do not have, and their values in what those trained.
+_NEWER_KEYS = {
+    "architecture": "block",
+    "anchor_predicts_next": True,
+    "soft_ce": 0.0,
+    "taps_dtype": "plain",
+}
+# Keys of the recipe's `drafter` that every architecture has, and those of block drafters.
+_SHAPE = {
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "num_hidden_layers",
+    "block_size",
+}
+_BLOCK_ONLY = {
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+    "anchor_predicts_next",
+}
 
 
 def load_target(recipe: Recipe) -> TargetModel:
@@ -51,46 +77,60 @@ def load_target(recipe: Recipe) -> TargetModel:
     return target
 
 
-def new_drafter(recipe: Recipe, target: TargetModel, rows: Sequence[Row]) -> TreeSparkDrafter:
+def new_drafter(recipe: Recipe, target: TargetModel, rows: Sequence[Row]) -> AnyDrafter:
     """A freshly initialised drafter in the training dtype that shares the target's embedding and
     head.
 
     Raises UsageError when the mask token is one the target or the data uses.
     """
-    mask = _mask_token_id(recipe, target, rows)
+    mask = None
+    if recipe.drafter.architecture == "block":
+        mask = _mask_token_id(recipe, target, rows)
     config = drafter_config(recipe, target.config, mask, target.fingerprint)
     dtype = resolve_dtype(recipe.train.dtype, target.device)
-    return TreeSparkDrafter.init_from_target(
+    drafter = DRAFTERS[type(config)].init_from_target(
         config, target.embed_weight, target.head_weight, dtype
-    ).train()
+    )
+    return drafter.train()
 
 
 def drafter_config(
-    recipe: Recipe, target: Any, mask_token_id: int, fingerprint: str | None
-) -> TreeSparkConfig:
-    """The config of the recipe's drafter.  target: the target's transformers config."""
-    shape = recipe.drafter.model_dump(exclude={"target_layer_ids", "mask_token_id", "rope_theta"})
+    recipe: Recipe, target: Any, mask_token_id: int | None, fingerprint: str | None
+) -> DrafterConfig:
+    """The config of the recipe's drafter.  target: the target's transformers config.
+
+    mask_token_id: of a block drafter.
+    """
+    section = recipe.drafter
+    shared = {
+        **section.model_dump(include=_SHAPE),
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "num_target_layers": target.num_hidden_layers,
+        "target_layer_ids": _target_layer_ids(recipe, target.num_hidden_layers),
+        "rope_theta": section.rope_theta or _rope_theta(target),
+        "rms_norm_eps": target.rms_norm_eps,
+        "max_position_embeddings": target.max_position_embeddings,
+        "tree": recipe.policy.model_dump(include={"depth", "branching", "budget"}),
+        "target_fingerprint": fingerprint,
+    }
+    if section.architecture == "eagle3":
+        return Eagle3Config(**shared, step_loss_decay=math.exp(-1 / recipe.losses.gamma))
     return TreeSparkConfig(
-        **shape,
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        num_target_layers=target.num_hidden_layers,
-        target_layer_ids=_target_layer_ids(recipe, target.num_hidden_layers),
+        **shared,
+        **section.model_dump(include=_BLOCK_ONLY),
         mask_token_id=mask_token_id,
-        rope_theta=recipe.drafter.rope_theta or _rope_theta(target),
-        rms_norm_eps=target.rms_norm_eps,
-        max_position_embeddings=target.max_position_embeddings,
         num_anchors=recipe.data.num_anchors,
-        tree=recipe.policy.model_dump(include={"depth", "branching", "budget"}),
-        target_fingerprint=fingerprint,
     )
 
 
 def _target_layer_ids(recipe: Recipe, num_layers: int) -> list[int]:
-    chosen = recipe.drafter.target_layer_ids
-    if chosen is not None:
-        return list(chosen)
-    return default_target_layer_ids(num_layers, recipe.drafter.num_hidden_layers)
+    section = recipe.drafter
+    if section.target_layer_ids is not None:
+        return list(section.target_layer_ids)
+    is_block = section.architecture == "block"
+    count = section.num_hidden_layers if is_block else NUM_DEFAULT_TAPS
+    return default_target_layer_ids(num_layers, count)
 
 
 def _rope_theta(target: Any) -> float:
@@ -148,15 +188,25 @@ def check(recipe: Recipe) -> None:
     check_destination(output / "drafter")
     for part in filter(None, (losses, losses.warmup)):
         tree = part.survival or part.coverage
-        if tree and recipe.drafter.markov_head_type == "rnn" and recipe.drafter.markov_rank:
+        if tree and (chains := _chain_only(recipe)):
             raise UsageError(
-                "drafter.markov_head_type rnn: drafts chains only; set losses.survival and "
-                "losses.coverage to 0"
+                f"{chains}: drafts chains only; set losses.survival and losses.coverage to 0"
             )
         confidence = part.confidence and recipe.drafter.enable_confidence_head
-        if not (part.ce or part.l1 or confidence or (tree and recipe.data.tree_anchors)):
+        plain = part.ce or part.l1 or part.soft_ce or confidence
+        if not (plain or (tree and recipe.data.tree_anchors)):
             where = "losses" if part is losses else "losses.warmup"
             raise UsageError(f"{where}: no positive weight of a loss that this recipe computes")
+
+
+def _chain_only(recipe: Recipe) -> str | None:
+    """The key by which the recipe's drafter has no trees."""
+    section = recipe.drafter
+    if section.architecture == "eagle3":
+        return "drafter.architecture eagle3"
+    if section.markov_head_type == "rnn" and section.markov_rank:
+        return "drafter.markov_head_type rnn"
+    return None
 
 
 def loss_weights(recipe: Recipe, step: int, total_steps: int) -> dict[str, float]:
@@ -183,7 +233,7 @@ def total_steps(recipe: Recipe, num_rows: int) -> int:
     return min(limits)
 
 
-def updates(recipe: Recipe, drafter: TreeSparkDrafter, ranks: Ranks) -> Updates:
+def updates(recipe: Recipe, drafter: AnyDrafter, ranks: Ranks) -> Updates:
     """The optimizer: `train.zero_stage` 0 is the plain one, 1-3 DeepSpeed's.
 
     Raises UsageError where the step cannot be shared evenly among the ranks.
@@ -232,9 +282,10 @@ def settings(recipe: Recipe, target: TargetModel, rows: Sequence[Row]) -> dict[s
         dumped["train"].pop(key)
     for key in ("continuations", "store", "store_bytes", "features"):
         dumped["data"].pop(key)
-    if recipe.data.taps_dtype == "plain":
-        # Runs older than the field go on.
-        dumped["data"].pop("taps_dtype")
+    losses = dumped["losses"]
+    for section in (dumped["drafter"], dumped["data"], losses, losses["warmup"] or {}):
+        for key in [k for k, old in _NEWER_KEYS.items() if section.get(k) == old]:
+            section.pop(key)
     flat = {
         f"{section}.{key}": value
         for section, values in dumped.items()
@@ -265,7 +316,7 @@ def start(output: Path, run_settings: dict[str, Any], resume: str) -> Checkpoint
     return checkpoint.load_latest(output, settings=run_settings)
 
 
-def export(recipe: Recipe, drafter: TreeSparkDrafter, folder: Path) -> Path:
+def export(recipe: Recipe, drafter: AnyDrafter, folder: Path) -> Path:
     """Write the trained drafter as a loadable bfloat16 folder with its recipe; return it."""
     drafter.save_pretrained(folder, dtype=torch.bfloat16)
     (folder / "recipe.yaml").write_text(dump_recipe(recipe, folder))

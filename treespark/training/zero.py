@@ -21,7 +21,7 @@ from treespark.training.updates import Tensors, adamw
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from treespark.drafter.modeling import TreeSparkDrafter
+    from treespark.drafter.auto import AnyDrafter
     from treespark.recipe import OptimSection
     from treespark.training.ranks import Ranks
 
@@ -34,7 +34,7 @@ class _Trained(nn.Module):
     Embedding and head belong to the target; partitioning them would take its weights away.
     """
 
-    def __init__(self, drafter: TreeSparkDrafter) -> None:
+    def __init__(self, drafter: AnyDrafter) -> None:
         super().__init__()
         for name, child in drafter.named_children():
             if any(p.requires_grad for p in child.parameters()):
@@ -53,7 +53,7 @@ class ZeroUpdates:
 
     def __init__(
         self,
-        drafter: TreeSparkDrafter,
+        drafter: AnyDrafter,
         optim: OptimSection,
         ranks: Ranks,
         num_micro_batches: int,

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shipped recipes: each loads, and differs from TreeSpark of its target in what it names."""
+
+import pytest
+
+from treespark import recipe as recipes
+from treespark.recipe import load_recipe
+
+
+def shipped_recipes(repository):
+    # Mixtures are recipes of another kind: tests/data/test_mixture.py.
+    paths = (repository / "recipes").rglob("*.yaml")
+    found = {path.stem: load_recipe(path) for path in paths if "mixture" not in path.name}
+    return {name: recipe.model_dump(mode="json") for name, recipe in found.items()}
+
+
+def differences(values, others):
+    return {
+        f"{section}.{name}": (values[section][name], others[section][name])
+        for section in values
+        for name in values[section]
+        if values[section][name] != others[section][name]
+    }
+
+
+TREE_LOSSES = {"losses.survival": (0.1, 0.0), "losses.coverage": (0.1, 0.0)}
+
+
+@pytest.mark.parametrize(
+    ("target", "wide", "own"),
+    [("smollm2-135m", 96, 64), ("qwen3-4b", 192, 128), ("qwen3-8b", 192, 128)],
+)
+def test_recipes_of_a_target_differ_from_treespark_in_what_they_name(repository, target, wide, own):
+    found = shipped_recipes(repository)
+    base, plain = found[f"{target}-treespark"], {"drafter.head_dim": (wide, own)}
+    expected = {
+        "dspark-tree": TREE_LOSSES,
+        "dspark": TREE_LOSSES | plain,
+        "no-survival": {"losses.survival": (0.1, 0.0)},
+        "no-coverage": {"losses.coverage": (0.1, 0.0)},
+        f"head-dim-{own}": plain,
+    }
+    for name, changes in expected.items():
+        found_changes = differences(base, found[f"{target}-{name}"])
+        output = found_changes.pop("output.dir")[1]
+        assert output.endswith(f"/runs/{target}-{name}")
+        assert found_changes == changes, name
+
+
+@pytest.mark.parametrize("target", ["smollm2-135m", "qwen3-4b", "qwen3-8b"])
+def test_baselines_differ_from_treespark_in_drafter_losses_and_policy_alone(repository, target):
+    found = shipped_recipes(repository)
+    for name, losses in (("dflash", {"ce": 1.0}), ("eagle3", {"soft_ce": 1.0})):
+        values = found[f"{target}-{name}"]
+        sections = {key.split(".")[0] for key in differences(found[f"{target}-treespark"], values)}
+        assert sections <= {"drafter", "losses", "policy", "output"}
+        weights = {key: values["losses"][key] for key in recipes.LossWeights.model_fields}
+        assert {key: weight for key, weight in weights.items() if weight} == losses
+        assert values["losses"]["warmup"] is None
+        assert values["drafter"]["head_dim"] == found[f"{target}-dspark"]["drafter"]["head_dim"]
+
+
+def test_every_shipped_recipe_loads_and_writes_to_a_folder_of_its_own(repository):
+    paths = [p for p in (repository / "recipes").rglob("*.yaml") if "mixture" not in p.name]
+    found = shipped_recipes(repository)
+    # 5 methods and 3 ablations for each of 3 targets, and the shipped drafter's own.
+    assert len(found) == len(paths) == 3 * 8 + 1
+    outputs = [values["output"]["dir"] for name, values in found.items() if name != "recipe"]
+    assert len(set(outputs)) == len(outputs)
