@@ -36,9 +36,12 @@ if TYPE_CHECKING:
     from treespark.training.ranks import Ranks
     from treespark.training.updates import Updates
 
+# Folder of the best drafter so far, beside `drafter`, the last one.
+BEST = "best"
 # Settings that may change between the parts of one run: they touch its result by rounding at most.
 _FREE_TRAIN_KEYS = frozenset(
-    {"save_every", "eval_every", "chunk_rows", "keep_logits", "micro_batch", "zero_stage"}
+    {"save_every", "eval_every", "decode_every", "decode_prompts", "decode_tokens"}
+    | {"chunk_rows", "keep_logits", "micro_batch", "zero_stage"}
 )
 
 
@@ -146,6 +149,9 @@ def check(recipe: Recipe) -> None:
     output, losses = recipe.output.dir, recipe.losses
     check_folder(output, f"output.dir {output}")
     check_destination(output / "drafter")
+    if recipe.train.decode_every:
+        check_destination(output / BEST)
+        _check_drafts_trees(recipe)
     for part in filter(None, (losses, losses.warmup)):
         tree = part.survival or part.coverage
         if tree and recipe.drafter.markov_head_type == "rnn" and recipe.drafter.markov_rank:
@@ -157,6 +163,15 @@ def check(recipe: Recipe) -> None:
         if not (part.ce or part.l1 or confidence or (tree and recipe.data.tree_anchors)):
             where = "losses" if part is losses else "losses.warmup"
             raise UsageError(f"{where}: no positive weight of a loss that this recipe computes")
+
+
+def _check_drafts_trees(recipe: Recipe) -> None:
+    chain_only = recipe.drafter.markov_head_type == "rnn" and recipe.drafter.markov_rank
+    if chain_only and recipe.policy.branching > 1:
+        raise UsageError(
+            f"train.decode_every {recipe.train.decode_every}: drafter.markov_head_type rnn drafts "
+            f"chains only; set policy.branching=1, now {recipe.policy.branching}"
+        )
 
 
 def loss_weights(recipe: Recipe, step: int, total_steps: int) -> dict[str, float]:
