@@ -188,3 +188,12 @@ def replace_folder(work: Path, folder: Path) -> None:
         raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def recover_folder(folder: Path) -> None:
+    """Put back or remove what killed exports to `folder` left beside it; nobody else may write."""
+    for aside in folder.parent.glob(f".{folder.name}.old.*/old"):
+        if not folder.exists():
+            aside.rename(folder)
+    for rest in folder.parent.glob(f".{folder.name}.*"):
+        shutil.rmtree(rest)

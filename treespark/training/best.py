@@ -16,7 +16,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 from treespark.data.jsonl import write_json_atomic
-from treespark.drafter.export import replace_folder
+from treespark.drafter.export import recover_folder, replace_folder
 from treespark.errors import UsageError
 from treespark.serving.llm import LLM, SamplingParams
 from treespark.target.checks import read_json
@@ -100,7 +100,8 @@ class BestDrafter:
 
         `best/` may be ahead of the checkpoint, never behind it, so its own record counts.
         """
-        self._tidy()
+        recover_folder(self._candidate)
+        recover_folder(self.folder)
         self.record = self._read()
         if remembered is not None and self.record is None:
             logger.warning(
@@ -151,13 +152,3 @@ class BestDrafter:
         record = read_json(path, "best drafter")
         same = all(record.get(key) == value for key, value in self._measure.items())
         return record if same and isinstance(record.get("acceptance"), float) else None
-
-    def _tidy(self) -> None:
-        """Put back or remove what a killed process left beside `best/`."""
-        for aside in self.folder.parent.glob(f".{setup.BEST}.old.*/old"):
-            if not self.folder.exists():
-                aside.rename(self.folder)
-        # The second dot is the exporter's, which works beside the candidate.
-        for pattern in (f".{setup.BEST}.*", f"..{setup.BEST}.*"):
-            for rest in self.folder.parent.glob(pattern):
-                shutil.rmtree(rest)

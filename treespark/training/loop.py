@@ -88,11 +88,13 @@ def train(recipe: Recipe, *, resume: str = "auto") -> Path:
     setup.check(recipe)
     devices.seed_everything(recipe.train.seed)
     target = setup.load_target(recipe)
+    rows, holdout = _rows(recipe, target)
+    drafter = setup.new_drafter(recipe, target, rows + holdout)
+    settings = setup.settings(recipe, target, rows)
+    decodes = recipe.train.decode_every > 0
+    best = BestDrafter(recipe, target, holdout, settings) if decodes else None
+    # All that input can be wrong about is known: only now is anything made.
     with join(target.device) as ranks, setup.output_folder(recipe, ranks):
-        rows, holdout = _rows(recipe, target)
-        drafter = setup.new_drafter(recipe, target, rows + holdout)
-        settings = setup.settings(recipe, target, rows)
-        decodes = recipe.train.decode_every > 0
         run = _Run(
             recipe,
             ranks,
@@ -103,7 +105,7 @@ def train(recipe: Recipe, *, resume: str = "auto") -> Path:
             holdout,
             settings,
             setup.total_steps(recipe, len(rows)),
-            BestDrafter(recipe, target, holdout, settings) if decodes else None,
+            best,
         )
         return _train(run, resume)
 
@@ -179,6 +181,7 @@ def _rows(recipe: Recipe, target: TargetModel) -> tuple[list[Row], list[Row]]:
         block_size=recipe.drafter.block_size,
         vocab_size=target.vocab_size,
         max_context=target.max_context,
+        fingerprint=target.fingerprint,
     )
     for reason, count in dropped.items():
         logger.info("dropped %d rows: %s", count, reason)

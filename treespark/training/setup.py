@@ -16,7 +16,7 @@ import torch
 from treespark.data.jsonl import check_folder
 from treespark.device import rank_device, resolve_dtype
 from treespark.drafter.config import TreeSparkConfig, default_target_layer_ids
-from treespark.drafter.export import check_destination
+from treespark.drafter.export import check_destination, recover_folder
 from treespark.drafter.modeling import TreeSparkDrafter
 from treespark.errors import UsageError
 from treespark.recipe import LossWeights, Recipe, dump_recipe
@@ -263,6 +263,8 @@ def settings(recipe: Recipe, target: TargetModel, rows: Sequence[Row]) -> dict[s
 def output_folder(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
     """Hold the run's folder for its processes; raises UsageError where it is not free for them."""
     with checkpoint.claim(recipe.output.dir) if ranks.is_first else contextlib.nullcontext():
+        if ranks.is_first:
+            recover_folder(recipe.output.dir / "drafter")
         yield
 
 
