@@ -4,6 +4,8 @@
 import gc
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.training.live_bytes import LiveBytes
 from tools.bench_losses import (
@@ -27,6 +29,33 @@ def measured(method, keep_logits=False):
 
 def test_losses_need_an_eighth_of_the_memory_of_the_eager_reference():
     assert measured("treespark")[0] < measured("eager")[0] / 8
+
+
+class HeadRows(TorchDispatchMode):
+    """Counts the rows that are multiplied by the head, either way round."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        sizes = {SMALL.vocab, SMALL.hidden}
+        if func is torch.ops.aten.mm.default and set(args[1].shape) == sizes:
+            self.rows += args[0].shape[0]
+        return func(*args, **(kwargs or {}))
+
+
+def head_rows(method, keep_logits):
+    inputs = given_blocks(SMALL)
+    with HeadRows() as counted:
+        gradients(*inputs, method, SMALL.objective(keep_logits))
+    return counted.rows
+
+
+def test_with_kept_logits_trees_multiply_next_to_nothing_by_the_head():
+    plain = head_rows("dspark", keep_logits=True)
+    assert plain > 2 * SMALL.blocks * SMALL.depth * 0.8
+    # Only depths beyond the end of the row, which trees grow into and other losses leave out.
+    assert head_rows("treespark", keep_logits=True) < 1.1 * plain
+    assert head_rows("treespark", keep_logits=False) > 1.2 * head_rows("dspark", keep_logits=False)
 
 
 @pytest.mark.parametrize("keep_logits", [False, True])

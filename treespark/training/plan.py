@@ -24,7 +24,7 @@ from treespark.errors import UsageError
 from treespark.target.checks import check_config
 from treespark.target.folder import load_config
 from treespark.training import setup
-from treespark.training.fused import BLOCK_ROWS
+from treespark.training.row_blocks import block_rows
 
 if TYPE_CHECKING:
     from treespark.drafter.config import TreeSparkConfig
@@ -136,9 +136,9 @@ def memory(
     per_token = c.feature_size + 2 * c.hidden_size + c.num_hidden_layers * 6 * kv_width
     activations = c.num_hidden_layers * drafts * per_draft + tokens * per_token
     scores = min(1 << 25, drafts * c.num_attention_heads * (tokens + c.block_size))
-    rows = min(BLOCK_ROWS, micro_batch * drafts)
-    # Base, teacher and gradient of a block, and two float32 buffers of a chunk.
-    block = c.vocab_size * (rows * 3 * size + min(train.chunk_rows, rows) * 2 * 4)
+    rows = block_rows(micro_batch * drafts)
+    # Base (later its gradient) and teacher of a block, and two float32 buffers of a chunk.
+    block = c.vocab_size * (rows * 2 * size + min(train.chunk_rows, rows) * 2 * 4)
     kept = (drafts + min(drafts, tokens)) * c.vocab_size * size if train.keep_logits else 0
     frontier = recipe.policy.frontier or recipe.policy.branching
     # One depth at a time: logits, their sum with the base, softmax and gradient.

@@ -147,31 +147,31 @@ def depth_logits(
     latent: Callable[[Tensor, Tensor], Tensor] | None,
     w2: Tensor | None,
     keep_base: bool = False,
+    base: Tensor | None = None,
 ) -> NodeLogits:
     """Return z_d(u) = base logits of depth d + w2 @ latent, one depth at a time.
 
     hidden [A, B, H]; head_weight [V, H] frozen; latent(parent_tokens [A, W], hidden_d [A, 1, H])
     -> [A, W, r]; w2 [V, r]; the last two None without a Markov head. The head product runs in the
     weights' dtype, the sum in float32 (float64 if the head is). The result broadcasts over W.
-    keep_base=True computes the base logits of all depths once, here, and keeps them ([A, B, V] in
-    the weights' dtype) instead of once per call.
+    base: the base logits of all depths [A, B, V] in the weights' dtype; keep_base=True computes and
+    keeps them here, once; else every call computes its own.
     """
     dtype = torch.float64 if head_weight.dtype == torch.float64 else torch.float32
-    num_rows, num_depths = hidden.shape[:2]
-    kept: Sequence[Tensor] = ()
-    if keep_base:
+    if keep_base and base is None:
         table = hidden.flatten(0, 1).to(head_weight.dtype) @ head_weight.T
-        kept = table.unflatten(0, (num_rows, num_depths)).unbind(1)
+        base = table.unflatten(0, hidden.shape[:2])
+    kept: Sequence[Tensor] = () if base is None else base.unbind(1)
 
     def node_logits(depth: int, parent_tokens: Tensor) -> Tensor:
         states = hidden[:, depth - 1]
         # two dimensions: a product with a strided [A, 1, H] copies the head once per anchor
-        base = kept[depth - 1] if kept else states.to(head_weight.dtype) @ head_weight.T
-        base = base.to(dtype).unsqueeze(1)
+        own = kept[depth - 1] if kept else states.to(head_weight.dtype) @ head_weight.T
+        own = own.to(dtype).unsqueeze(1)
         if latent is None or w2 is None:
-            return base.expand(-1, parent_tokens.shape[1], -1)
+            return own.expand(-1, parent_tokens.shape[1], -1)
         codes = latent(parent_tokens, states.unsqueeze(1)).to(w2.dtype)
-        return base + (codes.flatten(0, 1) @ w2.T).unflatten(0, parent_tokens.shape)
+        return own + (codes.flatten(0, 1) @ w2.T).unflatten(0, parent_tokens.shape)
 
     return node_logits
 
@@ -192,6 +192,12 @@ def teacher_from_hidden(
         return (states @ head_weight.T).to(dtype).softmax(-1)
 
     return teacher_probs
+
+
+def teacher_from_logits(logits: Tensor) -> Callable[[int], Tensor]:
+    """Return the function d -> softmax of the target's logits [A, B, V] at depth d, float32."""
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return lambda depth: logits[:, depth - 1].to(dtype).softmax(-1)
 
 
 def _as_function(teacher_probs: TeacherProbs | Tensor) -> TeacherProbs:
