@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from treespark.errors import UsageError
@@ -243,6 +244,26 @@ def _reference(
     return _Reference(torch.cat(masses, 1), top_ids, top_probs, torch.stack(greedy, 1))
 
 
+class _Picked(torch.autograd.Function):
+    """(z [..., V], index [..., n]) -> z at the index [..., n] and logsumexp of z [..., 1].
+
+    The gradient of both needs one tensor of z's size, where autograd makes four.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        normaliser = z.logsumexp(-1, keepdim=True)
+        ctx.save_for_backward(z, index, normaliser)
+        return z.gather(-1, index), normaliser
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_picked: Tensor, grad_normaliser: Tensor) -> tuple[Tensor, None]:
+        z, index, normaliser = ctx.saved_tensors
+        grad = (z - normaliser).exp_().mul_(grad_normaliser)
+        return grad.scatter_add_(-1, index, grad_picked), None
+
+
 def tree_terms(
     plan: ReplayPlan, node_logits: NodeLogits, *, recompute: bool = True
 ) -> dict[str, LossTerm]:
@@ -257,9 +278,9 @@ def tree_terms(
         z = node_logits(depth, parents)
         top = reference.top_ids[depth - 1].unsqueeze(1).expand(-1, parents.shape[1], -1)
         num_children = children.shape[-1]
-        picked = z.gather(-1, torch.cat([children, top], -1))
+        picked, normaliser = _Picked.apply(z, torch.cat([children, top], -1))
         child_z, top_z = picked[..., :num_children], picked[..., num_children:]
-        log_q = child_z - z.logsumexp(-1, keepdim=True)
+        log_q = child_z - normaliser
         mass = plan.node_weight[:, pool.children_of(depth)].view_as(log_q)
         survival = survival_term(log_q, mass)
         # the last child is the k-th token of the total order: its logit is the boundary

@@ -17,10 +17,10 @@ BLOCK_ROWS = 512
 
 
 def block_rows(num_rows: int) -> int:
-    """Return how many of n rows one product takes: a quarter, so that few rows need little memory,
+    """Return how many of n rows one product takes: an eighth, so that few rows need little memory,
     too, but at least 64 and at most BLOCK_ROWS.
     """
-    return min(BLOCK_ROWS, max(64, -(-num_rows // 4)))
+    return min(BLOCK_ROWS, max(64, -(-num_rows // 8)))
 
 
 @dataclass
