@@ -27,6 +27,7 @@ def run_pair(root: Path, rows: Path, cases: list[Case]) -> None:
     Where a name begins with "poisoned", the second process once has a loss that is not finite.
     Where it begins with "killed", the save after step KILLED_AT is first tried on copies of the
     folder, each by a process that dies at another write, and some of the copies are trained on.
+    Where it begins with "masked", every other draw counts for nothing, which is all of one rank's.
     """
     target = tiny_world().target.path
     multiprocessing.spawn(_rank, (_free_port(), root, rows, target, cases), nprocs=2)
@@ -41,6 +42,19 @@ def _poisoned_once(combine: Any) -> Any:
         return loss * next(calls, 1.0), values
 
     return poisoned
+
+
+def masking_odd_draws(collate: Any) -> Any:
+    """A collate that leaves no anchor and no label in draws of odd number."""
+
+    def masked(draws: Any, **options: Any) -> Any:
+        batch = collate(draws, **options)
+        odd = torch.tensor([number % 2 == 1 for number, _ in draws])
+        for mask in (batch.loss_mask, batch.keep, batch.tree_keep):
+            mask[odd] = False
+        return batch
+
+    return masked
 
 
 def _train_killed(folder: Path, rows: Path, target: Path, changes: dict[str, Any]) -> None:
@@ -85,9 +99,11 @@ def _rank(rank: int, port: int, root: Path, rows: Path, target: Path, cases: lis
         if name.startswith("killed"):
             _train_killed(root / name, rows, target, changes)
             continue
-        plain = loop.combine
+        plain = loop.combine, loop.collate
         if name.startswith("poisoned") and rank == 1:
-            loop.combine = _poisoned_once(plain)
+            loop.combine = _poisoned_once(loop.combine)
+        if name.startswith("masked"):
+            loop.collate = masking_odd_draws(loop.collate)
         loop.train(recipe(root / name, rows, target, **changes))
-        loop.combine = plain
+        loop.combine, loop.collate = plain
     distributed.destroy_process_group()

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.training.kill_points import assert_same as assert_exactly
 from tests.training.kill_points import outcome
-from tests.training.pair import killed_copies, run_pair
+from tests.training.pair import killed_copies, masking_odd_draws, run_pair
 from tests.training.tiny_run import random_rows, recipe, write
 from treespark.errors import UsageError
 from treespark.training import loop, setup
@@ -44,6 +44,11 @@ def decoding(stage):
     return changes(stage, **train) | {"data": {"holdout_rows": 2}, "optim": {"lr": 3e-2}}
 
 
+def three_micro_batches(stage):
+    """Three a step and rank, with gradients far above what clipping allows."""
+    return changes(stage, global_batch=6) | {"optim": {"lr": 1e-3, "grad_clip": 0.01}}
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Folder with the single-process runs and, by one pair, all others."""
@@ -51,6 +56,10 @@ def runs(tmp_path_factory):
     rows = uneven(root)
     for dtype in ("float32", "bfloat16"):
         loop.train(recipe(root / f"one-{dtype}", rows, **changes(0, dtype)))
+    loop.train(recipe(root / "one-three", rows, **three_micro_batches(0)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "collate", masking_odd_draws(loop.collate))
+        loop.train(recipe(root / "one-masked", rows, **changes(0)))
     # Half a run by one process, to be continued by the pair.
     for stage in (1, 3):
         shutil.copytree(root / "one-float32", root / f"one-to-two-{stage}")
@@ -59,6 +68,8 @@ def runs(tmp_path_factory):
     cases += [(f"one-to-two-{stage}", changes(stage)) for stage in (1, 3)]
     cases += [("one-micro", changes(2, micro_batch=2))]
     cases += [(f"poisoned{stage}", changes(stage)) for stage in (0, 1, 2, 3)]
+    cases += [(f"masked{stage}", changes(stage)) for stage in (0, 1, 2, 3)]
+    cases += [(f"three{stage}", three_micro_batches(stage)) for stage in (0, 1, 2, 3)]
     cases += [("killed1-every-8", changes(1, save_every=1))]
     cases += [(f"decoding{stage}", decoding(stage)) for stage in (0, 3)]
     run_pair(root, rows, cases)
@@ -94,6 +105,19 @@ def test_every_stage_trains_what_one_process_trains(runs, name):
         torch.testing.assert_close(
             weights(runs / name)[key], expected, rtol=0, atol=2e-5 if dtype == "float32" else 5e-3
         )
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("case", ["masked", "three"])
+def test_a_rank_without_labels_and_clipped_accumulation_train_what_one_process_trains(
+    runs, case, stage
+):
+    found, expected = runs / f"{case}{stage}", runs / f"one-{case}"
+    assert_same(lines(found), lines(expected), 1e-5)
+    assert all(line["grad_norm"] > 0.02 for line in lines(found))
+    for key, weight in weights(expected).items():
+        torch.testing.assert_close(weights(found)[key], weight, rtol=0, atol=2e-5)
 
 
 @pytest.mark.multi

@@ -139,7 +139,9 @@ def memory(
     rows = block_rows(micro_batch * drafts)
     # Base (later its gradient) and teacher of a block, and two float32 buffers of a chunk.
     block = c.vocab_size * (rows * 2 * size + min(train.chunk_rows, rows) * 2 * 4)
-    kept = (drafts + min(drafts, tokens)) * c.vocab_size * size if train.keep_logits else 0
+    # Of the anchors with trees: drafter's and target's logits once more, and a gradient.
+    shared = 3 * data.tree_anchors * c.block_size
+    kept = (drafts + min(drafts, tokens) + shared) * c.vocab_size * size
     frontier = recipe.policy.frontier or recipe.policy.branching
     # One depth at a time: logits, their sum with the base, softmax and gradient.
     replay = micro_batch * data.tree_anchors * frontier * c.vocab_size * 4 * 4
@@ -153,7 +155,7 @@ def memory(
         "features of a step": held * tokens * (c.feature_size + c.hidden_size) * size,
         "activations": micro_batch * (activations * size + anchors * (tokens + 7) * 4),
         "attention scores": 2.0 * scores * 4,
-        "losses": block + micro_batch * kept,
+        "losses": block + micro_batch * kept * train.keep_logits,
         "replay": replay,
     }
     return {name: float(value) for name, value in parts.items()}
