@@ -55,6 +55,9 @@ class Objective:
     # stored logits save a third of the time, and trees use those of their blocks, too; they cost
     # [n + u, V] in the head's dtype
     keep_logits: bool = False
+    # whether micro-batches have anchors that grow trees; where one has none by chance, the same
+    # modules are called with nothing, because with ZeRO 3 a module call is a collective one
+    grows_trees: bool = True
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def plan_micro_batch(
     For a step of several micro-batches: each needs the denominators of all before its backward.
     """
     hidden = None
-    if _grows(micro.batch, weights):
+    if _grows(objective, weights):
         with torch.no_grad():
             hidden = _blocks(drafter, micro)
     return _plan(drafter, hidden, micro, objective, weights)
@@ -118,7 +121,7 @@ def micro_batch_terms(
     """
     hidden, grows = _blocks(drafter, micro), micro.batch.tree_keep
     rows = _Rows.of(micro.batch, drafter.config.block_size)
-    shares = grows if objective.keep_logits and _grows(micro.batch, weights) else None
+    shares = grows if objective.keep_logits and _grows(objective, weights) else None
     terms, counters, shared = _base(drafter, hidden, rows, shares, micro, objective, weights)
     if plan is None:
         plan = _plan(drafter, hidden.detach(), micro, objective, weights, shared)
@@ -133,8 +136,8 @@ def _blocks(drafter: TreeSparkDrafter, micro: MicroBatch) -> Tensor:
     return drafter.training_blocks(batch.input_ids, micro.features, batch.anchors, batch.keep)
 
 
-def _grows(batch: Batch, weights: Mapping[str, float]) -> bool:
-    return bool((weights["survival"] or weights["coverage"]) and batch.tree_keep.any())
+def _grows(objective: Objective, weights: Mapping[str, float]) -> bool:
+    return bool((weights["survival"] or weights["coverage"]) and objective.grows_trees)
 
 
 def _plan(
@@ -149,7 +152,7 @@ def _plan(
     batch, depth = micro.batch, objective.policy.depth
     rows = _Rows.of(batch, drafter.config.block_size)
     replay, trees = None, {}
-    if _grows(batch, weights):
+    if _grows(objective, weights):
         assert hidden is not None
         grows = batch.tree_keep
         if shared is not None and shared.teacher is not None:

@@ -292,7 +292,7 @@ def tree_terms(
     by_depth: list[Tensor] = []
     for d in range(1, len(pool.frontiers) + 1):
         parents = _parent_tokens(pool, d)
-        children = pool.tokens[:, pool.children_of(d)].view(*parents.shape, -1)
+        children = pool.tokens[:, pool.children_of(d)].unflatten(1, (parents.shape[1], -1))
         if recompute:
             parts = checkpoint(
                 terms_at, d, parents, children, use_reentrant=False, preserve_rng_state=False

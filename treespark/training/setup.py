@@ -134,6 +134,7 @@ def objective(recipe: Recipe) -> Objective:
         confidence_stop_gradient=losses.confidence_stop_gradient,
         chunk_rows=recipe.train.chunk_rows,
         keep_logits=recipe.train.keep_logits,
+        grows_trees=recipe.data.tree_anchors > 0,
     )
 
 
