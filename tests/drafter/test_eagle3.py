@@ -179,25 +179,44 @@ def test_every_trained_weight_gets_a_finite_gradient_and_the_targets_none():
 def test_context_added_in_parts_equals_a_full_recompute():
     drafter, tokens, rows = tiny_eagle3(), ids(4, LENGTH), features(4, LENGTH)
     cache = drafter.new_cache(3, LENGTH)
-    for start, stop in ((0, 1), (1, 7), (7, 8), (8, 12), (12, 17)):
+    for start, stop in ((0, 0), (0, 1), (1, 7), (7, 7), (7, 8), (8, 12), (12, 17)):
         drafter.extend_context(cache, 2, start, rows[start:stop], tokens[start:stop])
+        if stop == 0:
+            continue
         hidden = drafter.draft_block(cache, [2], [stop], tokens[stop : stop + 1])
         expected = draft(drafter, rows[:stop], tokens[:stop], tokens[stop])
+        torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 9, 13])
+def test_a_context_goes_on_from_any_position_it_holds(kept):
+    """What comes behind a common beginning is replaced, also in a copy of the slot's rows."""
+    drafter, tokens, rows = tiny_eagle3(), ids(4, LENGTH), features(4, LENGTH)
+    others = ids(9, LENGTH), features(9, LENGTH)
+    others[0][:kept], others[1][:kept] = tokens[:kept], rows[:kept]
+    cache = drafter.new_cache(2, LENGTH)
+    drafter.extend_context(cache, 0, 0, others[1], others[0])
+    for tensor in cache.keys + cache.values:
+        tensor[1, :, :kept] = tensor[0, :, :kept]
+    for slot in (0, 1):
+        drafter.extend_context(cache, slot, kept, rows[kept:14], tokens[kept:14])
+        hidden = drafter.draft_block(cache, [slot], [14], tokens[14:15])
+        expected = draft(drafter, rows[:14], tokens[:14], tokens[14])
         torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-5)
 
 
 def test_requests_share_a_cache_without_seeing_each_other():
     drafter = tiny_eagle3()
     cache = drafter.new_cache(4, LENGTH)
-    for tensor in (*cache.keys, *cache.values, cache.pending):
+    for tensor in cache.keys + cache.values:
         tensor.fill_(float("nan"))
     lengths, slots, anchors = [1, 11, 3], [3, 0, 2], torch.tensor([7, 8, 9])
     rows = [(features(10 + i, n), ids(10 + i, n)) for i, n in enumerate(lengths)]
     joined = [torch.cat(part) for part in zip(*rows, strict=True)]
     drafter.extend_contexts(cache, slots, [0, 0, 0], lengths, *joined)
-    before = [t.clone() for t in (*cache.keys, *cache.values, cache.pending)]
+    before = [t.clone() for t in cache.keys + cache.values]
     hidden = drafter.draft_block(cache, slots, lengths, anchors)
-    for old, new in zip(before, (*cache.keys, *cache.values, cache.pending), strict=True):
+    for old, new in zip(before, cache.keys + cache.values, strict=True):
         assert torch.equal(old.nan_to_num(7), new.nan_to_num(7))
     for i, row in enumerate(rows):
         torch.testing.assert_close(

@@ -104,10 +104,10 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Cache(DraftCache):
-    """Keys and values of committed pairs, and per slot the position that waits for its token.
+    """Keys and values of committed pairs, and the fused features of every committed position.
 
-    Row j belongs to the pair of position j and token j + 1. `pending` [num_slots, H] is the fused
-    feature row of the last committed position.
+    Row j belongs to the pair of position j and token j + 1; the last position's pair waits for its
+    token.
     """
 
     def __init__(
@@ -119,7 +119,14 @@ class Eagle3Cache(DraftCache):
         dtype: torch.dtype,
     ) -> None:
         super().__init__(config, num_slots, max_len, device, dtype)
-        self.pending = torch.zeros(num_slots, config.hidden_size, device=device, dtype=dtype)
+        shape = (num_slots, 1, max_len, config.hidden_size)
+        # Among the keys, so that whoever copies or counts the rows of a slot has them, too.
+        self.keys.append(torch.zeros(shape, device=device, dtype=dtype))
+
+    @property
+    def fused(self) -> Tensor:
+        """Fused features [num_slots, max_len, H]."""
+        return self.keys[1][:, 0]
 
 
 class Eagle3Drafter(DrafterModel):
@@ -213,7 +220,7 @@ class Eagle3Drafter(DrafterModel):
         features: Tensor,
         token_ids: Tensor | None = None,
     ) -> None:
-        """Commit counts[i] >= 1 positions from starts[i] on for each slot.
+        """Commit counts[i] positions from starts[i] on for each slot.
 
         features [sum counts, m*H] and token_ids [sum counts] of these positions, the slots one
         after the other. Each token completes the pair of the position before it.
@@ -228,12 +235,13 @@ class Eagle3Drafter(DrafterModel):
         for slot, start, own, ids in zip(
             slots, starts, rows, token_ids.split(list(counts)), strict=True
         ):
+            cache.fused[slot, start : start + len(own)] = own
             # The first token of a slot has no position before it.
-            before = cache.pending[slot : slot + 1] if start else own[:0]
-            hidden += [before, own[:-1]]
             tokens.append(ids if start else ids[1:])
-            positions += range(max(start - 1, 0), start + len(ids) - 1)
             sizes.append(len(tokens[-1]))
+            first = max(start - 1, 0)
+            positions += range(first, first + sizes[-1])
+            hidden.append(cache.fused[slot, first : first + sizes[-1]])
         if positions:
             pairs = torch.cat(hidden)
             rope = self._rope_rows(positions, pairs)
@@ -241,7 +249,6 @@ class Eagle3Drafter(DrafterModel):
             parts = zip(slots, starts, keys.split(sizes), values.split(sizes), strict=True)
             for slot, start, key, value in parts:
                 cache.write(0, slot, max(start - 1, 0), key, value)
-        cache.pending[list(slots)] = torch.stack([own[-1] for own in rows])
 
     @torch.no_grad()
     def draft_block(
@@ -256,8 +263,9 @@ class Eagle3Drafter(DrafterModel):
         Request i has lengths[i] >= 1 committed positions in slots[i] and its anchor,
         anchor_tokens[i], at position lengths[i]. The cache is only read. The lowest id wins a tie.
         """
-        hidden, tokens = cache.pending[list(slots)], anchor_tokens
-        views = [cache.view(0, slot, n - 1) for slot, n in zip(slots, lengths, strict=True)]
+        last = [n - 1 for n in lengths]
+        hidden, tokens = cache.fused[list(slots), last], anchor_tokens
+        views = [cache.view(0, slot, n) for slot, n in zip(slots, last, strict=True)]
         steps: list[tuple[Tensor, Tensor]] = []
         outputs: list[Tensor] = []
 
@@ -265,7 +273,7 @@ class Eagle3Drafter(DrafterModel):
             return packed_attention(query.unsqueeze(1), _append(steps, kv, 1), views).squeeze(1)
 
         for step in range(self.config.block_size):
-            rope = self._rope_rows([n - 1 + step for n in lengths], hidden)
+            rope = self._rope_rows([n + step for n in last], hidden)
             hidden = self.layer(hidden, self.embed(tokens), rope, attend)
             outputs.append(self.norm(hidden))
             if step + 1 < self.config.block_size:
