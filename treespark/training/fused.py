@@ -247,7 +247,10 @@ def _fill_teacher(
     """out [c, V] <- log p of the chunk's rows."""
     assert plan.teacher_row is not None
     rows = plan.teacher_row[block.start + part.start : block.start + part.stop] - block.first
-    out.copy_(teacher[rows])
+    if teacher.dtype == out.dtype:
+        torch.index_select(teacher, 0, rows, out=out)
+    else:
+        out.copy_(teacher[rows])
     out.sub_(norm[rows].unsqueeze(-1))
 
 
