@@ -184,6 +184,9 @@ def test_unknown_section_and_unknown_nested_key_are_refused(write):
         ("policy.depth=8", "policy.depth 8: allowed 1..7 (drafter.block_size)"),
         ("policy.budget=-1", "need >= 0 and <= 1024"),
         ("data.features=store", "features: store needs data.store"),
+        ("data.store_bytes=500X", "data.store_bytes: need a size as 64G or 1.5T (units M, G, T)"),
+        ("data.store_bytes=0", "data.store_bytes: 0 is not allowed: need >= 1 and <= "),
+        ("data.taps_dtype=int4", "'plain', 'int8' or 'float8_e4m3'"),
         ("data.tree_anchors=513", "tree_anchors 513: allowed 0..512 (data.num_anchors)"),
         ("data.continuations=a.jsonl", "is not allowed: need a list"),
         ("target.model=3", "target.model: 3 is not allowed: need a path"),
@@ -219,13 +222,22 @@ def test_value_out_of_range_is_refused_with_what_is_allowed(write, override, wor
     assert words in refusal(write(MINIMAL), override)
 
 
+def test_a_mixed_store_needs_its_size_which_is_read_as_people_write_it(write, tmp_path):
+    mixed = ["data.features=mixed", "data.store=s"]
+    assert "features: mixed needs data.store_bytes" in refusal(write(MINIMAL), *mixed)
+    recipe = load_recipe(write(MINIMAL), [*mixed, "data.store_bytes=1.5T"])
+    assert recipe.data.store_bytes == 3 << 39
+    dumped = write(dump_recipe(recipe, tmp_path), "dumped.yaml")
+    assert load_recipe(dumped) == recipe
+
+
 def number_fields(section):
     for name, field in section.model_fields.items():
         for annotation in (field.annotation, *typing.get_args(field.annotation)):
             if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
                 yield from number_fields(annotation)
         # `int`, `int | None` and tuples of them; their bounds are in the text of the annotation.
-        if "int" in str(field.annotation) or field.annotation is int:
+        if re.search(r"\bint\b", str(field.annotation)) or field.annotation is int:
             yield f"{section.__name__}.{name}", str(field)
 
 

@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from treespark.errors import UsageError
 from treespark.sections import ConflictError, Section, map_paths, resolve_paths, validate
+from treespark.sizes import parse_bytes
 from treespark.yaml_source import Key, Origins, absolute, merge, parse_override, read_mapping
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 def _full_dtype_name(value: Any) -> Any:
     return _DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
+
+
+def _bytes(value: Any) -> Any:
+    return parse_bytes(value) if isinstance(value, str) else value
 
 
 TargetDtype = Annotated[
@@ -40,6 +45,7 @@ CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
 BatchSize = Annotated[int, Field(ge=1, le=65536)]
 Weight = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+ByteSize = Annotated[int, Field(ge=1, le=2**60), BeforeValidator(_bytes)]
 
 
 class TargetSection(Section):
@@ -96,17 +102,24 @@ class DataSection(Section):
 
     continuations: tuple[Path, ...] = Field(min_length=1)
     max_tokens: Annotated[int, Field(ge=2, le=10**9)] = 4096
-    features: Literal["online", "store"] = "online"
+    # mixed: the rows that fit into store_bytes are stored, the others computed for every batch.
+    features: Literal["online", "store", "mixed"] = "online"
     store: Path | None = None
+    store_bytes: ByteSize | None = None
+    # Anything but plain rounds what the drafter sees of the target, wherever it comes from.
+    taps_dtype: Literal["plain", "int8", "float8_e4m3"] = "plain"
     num_anchors: Annotated[int, Field(ge=1, le=65536)] = 512
     tree_anchors: Annotated[int, Field(ge=0, le=65536)] = 128
     holdout_rows: CountOrZero = 0
 
     @model_validator(mode="after")
     def _check_store(self) -> DataSection:
-        if self.features == "store" and self.store is None:
-            needs = "features: store needs data.store, the folder of the feature store"
+        if self.features != "online" and self.store is None:
+            needs = f"features: {self.features} needs data.store, the folder of the feature store"
             raise ConflictError(needs, "features", "store")
+        if self.features == "mixed" and self.store_bytes is None:
+            needs = "features: mixed needs data.store_bytes, the size of the store, as 500G"
+            raise ConflictError(needs, "features", "store_bytes")
         if self.tree_anchors > self.num_anchors:
             allowed = f"allowed 0..{self.num_anchors} (data.num_anchors)"
             message = f"tree_anchors {self.tree_anchors}: {allowed}"

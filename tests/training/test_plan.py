@@ -12,6 +12,7 @@ from transformers import LlamaConfig, Qwen3Config
 from tests.training.live_bytes import LiveBytes
 from tests.training.tiny_run import eagle3, random_rows, recipe, write
 from treespark.data.batches import collate, load_rows
+from treespark.data.feature_identity import Identity
 from treespark.errors import UsageError
 from treespark.recipe import load_recipe
 from treespark.training import plan as planning
@@ -90,6 +91,34 @@ def test_the_store_of_the_published_mixture_has_the_published_size():
     assert result["store"]["fits"]
     assert result["steps"] == 7810
     assert result["store"]["read_bytes_per_s"] > 1e9
+
+
+def test_the_plan_of_a_store_is_the_size_that_the_store_counts(tmp_path):
+    path = write(tmp_path / "rows.jsonl", random_rows(9))
+    for kind in ("plain", "int8"):
+        data = {"features": "store", "store": tmp_path / "store", "taps_dtype": kind}
+        run = recipe(tmp_path, path, data=data)
+        target = setup.load_target(run)
+        rows, _ = load_rows([path], max_tokens=64, block_size=4, vocab_size=target.vocab_size)
+        layout = Identity.of(target, kind).layout
+        shapes = Shapes.of(target.config, setup.drafter_config(run, target.config, 0, None))
+        workload = planning._workload(run, shapes.config, None, None)
+        stored = planning.store_bytes(shapes, run, workload)
+        assert stored == sum(map(layout.row_bytes, rows))
+
+
+def test_a_mixed_store_is_as_large_as_allowed_and_the_target_computes_the_rest():
+    changes = ("data.store=store", "data.store_bytes=1T", "data.features=")
+    parts, sizes = {}, {}
+    for kind in ("online", "mixed", "store"):
+        run, shapes = shapes_of("8b", *changes[:2], changes[2] + kind)
+        result = planning.plan(run, shapes, CARDS, Workload(50_000, 1_500))
+        parts[kind] = result["flops_per_row"].get("target", 0.0)
+        sizes[kind] = result["store"]["bytes"]
+    assert sizes["mixed"] == 1 << 40
+    share = (1 << 40) / sizes["store"]
+    assert parts["mixed"] == pytest.approx((1 - share) * parts["online"])
+    assert parts["store"] == 0
 
 
 def measured_step(tmp_path, mode, make=recipe, data=None, **changes):

@@ -8,7 +8,8 @@ codes: 0 done, 1 failed (with a traceback), 2 a mistake of the user (one line), 
 # Verbs enter the command when their module is imported, in the order of its help.
 from treespark.cli import training  # isort: skip
 from treespark.cli import prompts  # isort: skip
+from treespark.cli import features  # isort: skip
 from treespark.cli import decoding  # isort: skip
 from treespark.cli.app import app, main
 
-__all__ = ["app", "decoding", "main", "prompts", "training"]
+__all__ = ["app", "decoding", "features", "main", "prompts", "training"]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags that several verbs share; names and meanings as in vLLM where it has them."""
 
-import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from treespark.errors import UsageError
+from treespark.sizes import parse_bytes
 
 Target = Annotated[
     Path, typer.Argument(metavar="TARGET", help="Hugging Face folder of the target model.")
@@ -55,9 +55,7 @@ def integers(option: str, text: str) -> list[int]:
 
 def byte_size(option: str, text: str) -> int:
     """Bytes of a size as people write it: 64G, 1.5T; powers of 1024."""
-    units = {"M": 20, "G": 30, "T": 40}
-    number, unit = text[:-1], text[-1:].upper()
-    # As many digits as any machine needs; also no exponents, infinities or signs.
-    if unit not in units or not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", number):
-        raise UsageError(f"{option} {text}: need a size as 64G or 1.5T (units M, G, T)")
-    return int(float(number) * (1 << units[unit]))
+    try:
+        return parse_bytes(text)
+    except ValueError as problem:
+        raise UsageError(f"{option} {text}: {problem}") from None

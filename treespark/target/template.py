@@ -115,6 +115,13 @@ def template_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(f"{_chat_template(tokenizer)}\0{ids}".encode()).hexdigest()[:16]
 
 
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Return 16 hex digits that change when a token's id or the ids of a text do."""
+    ids = tokenizer("Ab 12\n\t+= \u00e9\u4e2d")["input_ids"]
+    content = f"{sorted(tokenizer.get_vocab().items())}\0{list(ids)}"
+    return hashlib.sha256(content.encode("utf-8", "backslashreplace")).hexdigest()[:16]
+
+
 def user_turn_marks(tokenizer: Any) -> tuple[str, str]:
     """Return the template's texts right before and right after a user turn.
 

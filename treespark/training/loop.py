@@ -94,13 +94,17 @@ def train(recipe: Recipe, *, resume: str = "auto") -> Path:
     decodes = recipe.train.decode_every > 0
     best = BestDrafter(recipe, target, holdout, settings) if decodes else None
     # All that input can be wrong about is known: only now is anything made.
-    with join(target.device) as ranks, setup.output_folder(recipe, ranks):
+    with (
+        join(target.device) as ranks,
+        setup.output_folder(recipe, ranks),
+        contextlib.ExitStack() as open_until_the_end,
+    ):
         run = _Run(
             recipe,
             ranks,
             drafter,
             setup.updates(recipe, drafter, ranks),
-            feature_source(target, recipe.data.features, recipe.data.store),
+            open_until_the_end.enter_context(feature_source(target, recipe.data, rows + holdout)),
             rows,
             holdout,
             settings,
@@ -193,6 +197,7 @@ def _step(run: _Run, step: int) -> dict[str, Any]:
     weights = setup.loss_weights(run.recipe, step, run.total_steps)
     objective = setup.objective(run.recipe)
     micros = [_micro_batch(run, draws) for draws in _draws(run, step)]
+    run.features.prefetch([row for draws in _draws(run, step + 1) for _, row in draws])
     plans: list[MicroBatchPlan | None] = [None] * len(micros)
     denominators = None
     if len(micros) > 1:

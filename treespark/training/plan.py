@@ -19,9 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from treespark.data.batches import load_rows
+from treespark.data.feature_rows import RowLayout
 from treespark.drafter.attention import MAX_SCORES
 from treespark.drafter.auto import DRAFTERS
 from treespark.errors import UsageError
+from treespark.sizes import readable
 from treespark.target.checks import check_config
 from treespark.target.folder import load_config
 from treespark.training import setup
@@ -53,10 +55,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class Workload:
-    """Rows of the training data and their mean length in tokens."""
+    """Rows of the training data, their mean length in tokens, and that of the prompt in them."""
 
     rows: int
-    mean_tokens: int
+    mean_tokens: float
+    mean_prompt_tokens: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,10 @@ class Shapes:
         )
 
 
-def flops_per_row(shapes: Shapes, recipe: Recipe, tokens: int) -> dict[str, float]:
-    """Return the FLOPs of one row by part; `target` only where features are made online."""
+def flops_per_row(
+    shapes: Shapes, recipe: Recipe, tokens: float, online: float = 1.0
+) -> dict[str, float]:
+    """Return the FLOPs of one row by part.  online: share of the rows that the target computes."""
     c, data = shapes.config, recipe.data
     drafts = data.num_anchors * c.block_size
     width, kv_width = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
@@ -116,9 +121,9 @@ def flops_per_row(shapes: Shapes, recipe: Recipe, tokens: int) -> dict[str, floa
     # Planned, computed, recomputed, and two products backwards.
     replay = 5 * 2 * parents * recipe.drafter.markov_rank * c.vocab_size
     parts = {"trunk": trunk, "losses": losses, "replay": replay}
-    if data.features == "online":
+    if data.features != "store":
         scores = 2 * tokens * tokens * shapes.target_width * shapes.target_layers
-        parts["target"] = 2 * shapes.target_parameters * tokens + scores
+        parts["target"] = online * (2 * shapes.target_parameters * tokens + scores)
     return {name: float(value) for name, value in parts.items()}
 
 
@@ -173,8 +178,8 @@ def memory(
     replay = micro_batch * _tree_anchors(recipe) * frontier * c.vocab_size * 4 * 4
     held = -(-train.global_batch // (devices * micro_batch)) * micro_batch
     parts = {
-        "target": shapes.target_parameters * 2.0 if data.features == "online" else 0.0,
-        "embedding and head": 0.0 if data.features == "online" else shapes.frozen * 2.0,
+        "target": shapes.target_parameters * 2.0 if data.features != "store" else 0.0,
+        "embedding and head": 0.0 if data.features != "store" else shapes.frozen * 2.0,
         "weights": weights * size,
         "gradients": gradients * (size + (4 if states == 2 else 0)),
         "optimizer": optimizer * (12 if states == 2 else 8),
@@ -187,10 +192,18 @@ def memory(
     return {name: float(value) for name, value in parts.items()}
 
 
-def store_bytes(shapes: Shapes, workload: Workload) -> int:
-    """Bytes of the feature store: taps and last hidden state of every token in bfloat16."""
-    per_token = (shapes.config.feature_size + shapes.config.hidden_size) * 2
-    return workload.rows * workload.mean_tokens * per_token
+def store_bytes(shapes: Shapes, recipe: Recipe, workload: Workload) -> int:
+    """Bytes of a feature store of all rows, as the store itself counts them.
+
+    target.dtype auto counts as bfloat16, which it is on accelerators.
+    """
+    name = "bfloat16" if recipe.target.dtype == "auto" else recipe.target.dtype
+    config, data = shapes.config, recipe.data
+    taps = len(config.target_layer_ids)
+    layout = RowLayout(taps, config.hidden_size, getattr(torch, name), data.taps_dtype)
+    return round(
+        workload.rows * layout.num_bytes(workload.mean_tokens, workload.mean_prompt_tokens)
+    )
 
 
 def choose(shapes: Shapes, recipe: Recipe, machine: Machine) -> tuple[int, int, dict[str, float]]:
@@ -228,14 +241,13 @@ def choose(shapes: Shapes, recipe: Recipe, machine: Machine) -> tuple[int, int, 
 def plan(recipe: Recipe, shapes: Shapes, machine: Machine, workload: Workload) -> dict[str, Any]:
     """Return the whole plan, JSON-ready: counts, FLOPs, hours, memory and disk by part."""
     stage, micro, parts = choose(shapes, recipe, machine)
-    flops = flops_per_row(shapes, recipe, workload.mean_tokens)
+    disk, share = _stored(shapes, recipe, workload)
+    flops = flops_per_row(shapes, recipe, workload.mean_tokens, 1 - share)
     steps_by_epoch = max(1, workload.rows // recipe.train.global_batch)
     limits = [recipe.train.max_steps, (recipe.train.epochs or 0) * steps_by_epoch]
     steps = min(limit for limit in limits if limit)
     step_flops = sum(flops.values()) * recipe.train.global_batch
     step_s = step_flops / (machine.devices * machine.peak_flops * machine.mfu)
-    disk = store_bytes(shapes, workload)
-    stored = recipe.data.features == "store"
     return {
         "parameters": {"trainable": shapes.trainable, "target": shapes.target_parameters},
         "steps": steps,
@@ -249,10 +261,18 @@ def plan(recipe: Recipe, shapes: Shapes, machine: Machine, workload: Workload) -
             "bytes": disk,
             "fits": disk <= machine.disk_bytes,
             "read_bytes_per_s": disk / workload.rows * recipe.train.global_batch / step_s
-            if stored
+            if share
             else 0.0,
         },
     }
+
+
+def _stored(shapes: Shapes, recipe: Recipe, workload: Workload) -> tuple[int, float]:
+    """Bytes of the store, of one of all rows where there is none, and the share of rows in it."""
+    size, limit = store_bytes(shapes, recipe, workload), recipe.data.store_bytes
+    if recipe.data.features == "mixed" and limit is not None:
+        return min(size, limit), min(1.0, limit / size)
+    return size, float(recipe.data.features == "store")
 
 
 def run_plan(
@@ -297,15 +317,11 @@ def _workload(
         block_size=config.block_size,
         vocab_size=config.vocab_size,
     )
-    mean = round(fmean(len(row.token_ids) for row in found))
-    return Workload(rows or len(found), mean_tokens or mean)
-
-
-def _size(count: float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count / 1e6:.1f} MB"
+    if mean_tokens is not None:
+        return Workload(len(found), mean_tokens)
+    mean = fmean(len(row.token_ids) for row in found)
+    prompt = fmean(max(1, row.prompt_len) for row in found)
+    return Workload(rows or len(found), mean, prompt)
 
 
 def _print(result: dict[str, Any], machine: Machine) -> None:
@@ -325,11 +341,11 @@ def _print(result: dict[str, Any], machine: Machine) -> None:
         f"{result['steps']} steps of {result['step_s']:.2f} s, {result['hours']:.1f} hours: "
         f"{machine.devices} devices, {machine.mfu:.0%} of {machine.peak_flops / 1e12:g} TFLOP/s",
         f"set train.zero_stage={result['zero_stage']} train.micro_batch={result['micro_batch']}",
-        f"feature store {_size(store['bytes'])}, "
-        + ("fits" if store["fits"] else f"does not fit in {_size(machine.disk_bytes)}"),
+        f"feature store {readable(store['bytes'])}, "
+        + ("fits" if store["fits"] else f"does not fit in {readable(machine.disk_bytes)}"),
     ]
     if store["read_bytes_per_s"]:
-        lines.append(f"it is read at {_size(store['read_bytes_per_s'])}/s")
+        lines.append(f"it is read at {readable(store['read_bytes_per_s'])}/s")
     console = Console(width=max(100, Console().width))
     for line in lines:
         console.print(line, highlight=False)

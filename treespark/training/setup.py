@@ -47,7 +47,12 @@ _FREE_TRAIN_KEYS = frozenset(
     | {"chunk_rows", "keep_logits", "micro_batch", "zero_stage"}
 )
 # Keys that older checkpoints do not have, and their values in what those trained.
-_NEWER_KEYS = {"architecture": "block", "anchor_predicts_next": True, "soft_ce": 0.0}
+_NEWER_KEYS = {
+    "architecture": "block",
+    "anchor_predicts_next": True,
+    "soft_ce": 0.0,
+    "taps_dtype": "plain",
+}
 # Keys of the recipe's `drafter` that every architecture has, and those of block drafters.
 _SHAPE = {
     "num_attention_heads",
@@ -291,10 +296,10 @@ def settings(recipe: Recipe, target: TargetModel, rows: Sequence[Row]) -> dict[s
     dumped = recipe.model_dump(mode="json", exclude={"output": True, "target": {"model"}})
     for key in _FREE_TRAIN_KEYS:
         dumped["train"].pop(key)
-    for key in ("continuations", "store", "features"):
+    for key in ("continuations", "store", "store_bytes", "features"):
         dumped["data"].pop(key)
     losses = dumped["losses"]
-    for section in (dumped["drafter"], losses, losses["warmup"] or {}):
+    for section in (dumped["drafter"], dumped["data"], losses, losses["warmup"] or {}):
         for key in [k for k, old in _NEWER_KEYS.items() if section.get(k) == old]:
             section.pop(key)
     flat = {
