@@ -84,6 +84,17 @@ def check_seeds_alone_decide_the_draws() -> None:
     assert {name: together[name] for name in alone} == alone
 
 
+def check_reused_beginnings_change_no_answer() -> None:
+    """Prompts that share 24 tokens with an earlier one, and part there."""
+    (trunk, *_) = prompts(1, seed=23, longest=1)
+    some = [[*trunk, *range(30, 53), last, last] for last in (1, 2, 3)]
+    engine = Engine(world().target, drafter(world().target), reuse_prefixes=True)
+    for prompt in some:
+        output = run(engine, requests_for([prompt], 12))["0"]
+        assert output.token_ids == world().reference(prompt, 12)
+    assert engine.stats().num_cached_tokens == 2 * 24
+
+
 def check_ties_go_to_the_lowest_id() -> None:
     """Equal logits: lower ids are proposed first, shallower nodes kept first, lower ids chosen."""
     anchors = torch.tensor([3])

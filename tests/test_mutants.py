@@ -10,6 +10,7 @@ import torch
 from tests.serving_checks import (
     check_logprobs_are_the_targets_own,
     check_output_is_the_targets_own,
+    check_reused_beginnings_change_no_answer,
     check_seeds_alone_decide_the_draws,
     check_ties_go_to_the_lowest_id,
     check_trees_equal_a_full_recompute,
@@ -17,6 +18,7 @@ from tests.serving_checks import (
 from treespark.drafter.modeling import TreeSparkDrafter
 from treespark.serving import accept as accept_module
 from treespark.serving import commit as commit_module
+from treespark.serving import prefixes
 from treespark.serving.engine import Engine
 from treespark.target.kv_cache import KVCache
 from treespark.tree import policy as tree_policy
@@ -26,6 +28,7 @@ from treespark.tree.packed import PackedTree
 CHECKS = [
     check_logprobs_are_the_targets_own,
     check_output_is_the_targets_own,
+    check_reused_beginnings_change_no_answer,
     check_seeds_alone_decide_the_draws,
     check_ties_go_to_the_lowest_id,
     check_trees_equal_a_full_recompute,
@@ -176,6 +179,17 @@ def logprobs_of_the_anchors_row(patch):
     patch.setattr(accept_module, "path_logprobs", rooted)
 
 
+def a_reused_row_too_many(patch):
+    """Prefixes: the first row that differs is taken over, too."""
+    original = prefixes.reusable_length
+
+    def generous(*looked_up):
+        length = original(*looked_up)
+        return length + 1 if length else 0
+
+    patch.setattr(prefixes, "reusable_length", generous)
+
+
 def draws_from_one_stream_for_all(patch):
     """Sampling: one random stream that all requests of the engine take from by turns."""
     stream = random.Random(0)
@@ -187,6 +201,7 @@ def draws_from_one_stream_for_all(patch):
     [
         (logprobs_of_the_anchors_row, check_logprobs_are_the_targets_own),
         (draws_from_one_stream_for_all, check_seeds_alone_decide_the_draws),
+        (a_reused_row_too_many, check_reused_beginnings_change_no_answer),
         (highest_id_first, check_ties_go_to_the_lowest_id),
         (highest_id_chosen, check_ties_go_to_the_lowest_id),
         (siblings_see_each_other, check_output_is_the_targets_own),

@@ -61,6 +61,8 @@ def run_chat(
         changed_policy(loaded, depth=depth, branching=branching, budget=budget),
         max_num_seqs=1,
         max_model_len=max_model_len,
+        # Every turn begins with all turns before it.
+        reuse_prefixes=True,
     )
     with contextlib.suppress(ImportError):
         # Line editing and history of `input`, where the platform has it.

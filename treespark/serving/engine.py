@@ -31,6 +31,7 @@ from treespark.serving.checks import (
 from treespark.serving.clock import PhaseClock
 from treespark.serving.commit import commit
 from treespark.serving.detokenize import TextStream
+from treespark.serving.prefixes import is_read_ahead, take_prefix
 from treespark.serving.records import RequestRecord
 from treespark.serving.rounds import OnRound, Propose, RoundBatch
 from treespark.serving.scheduler import Request, RequestOutput, RequestState, Scheduler, Slot
@@ -62,8 +63,8 @@ class Engine:
     drafter None decodes autoregressively. policy None takes the drafter's own. speculation: one of
     the modes of `SpeculationControl` in place of the policy's budget. max_model_len bounds prompt
     plus output (None = the target's context). Each step prefills at most `prefill_chunk` prompt
-    tokens. `propose` replaces drafting. `profile` turns `clock` on. Set `on_round` to watch the
-    rounds.
+    tokens. reuse_prefixes: see `treespark.serving.prefixes`. `propose` replaces drafting. `profile`
+    turns `clock` on. Set `on_round` to watch the rounds.
     Raises UsageError for a drafter or policy that does not fit.
     """
 
@@ -77,6 +78,7 @@ class Engine:
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
         prefill_chunk: int = 512,
+        reuse_prefixes: bool = False,
         propose: Propose | None = None,
         profile: bool = False,
     ) -> None:
@@ -88,7 +90,7 @@ class Engine:
         self.control = SpeculationControl(policy or default_policy(drafter), speculation, drafter)
         self.policy = self.control.largest
         self.max_model_len = target.max_context if max_model_len is None else max_model_len
-        self.prefill_chunk = prefill_chunk
+        self.prefill_chunk, self.reuse_prefixes = prefill_chunk, reuse_prefixes
         check_sizes(target, max_num_seqs, self.max_model_len, prefill_chunk)
         check_drafter(target, drafter, self.policy, speculation)
         self.tokenizer = text_tokenizer(target)
@@ -134,7 +136,9 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return what runs now and the totals so far; cheap, from any thread."""
         slots = self.scheduler.slots
-        held = [slot.kv_length for slot in slots if slot.request is not None]
+        held = [
+            0 if slot.is_fresh else slot.kv_length for slot in slots if slot.request is not None
+        ]
         return EngineStats(
             num_running=len(held),
             num_waiting=len(self.scheduler.waiting),
@@ -186,10 +190,14 @@ class Engine:
         requests that it already ended; the others run from this step's round on.
         """
         room, held, segments = self.prefill_chunk, [], []
+        ahead: list[Request] = []
         for slot, request in self.scheduler.in_state(RequestState.PREFILL):
-            chunk = request.prompt_token_ids[slot.kv_length : slot.kv_length + room]
-            if not chunk:
+            if room == 0:
                 break
+            if slot.is_fresh and not self._begin(slot, request, ahead):
+                continue
+            ahead.append(request)
+            chunk = request.prompt_token_ids[slot.kv_length : slot.kv_length + room]
             start, end = slot.kv_length, slot.kv_length + len(chunk)
             ids = torch.tensor(chunk, device=self.target.device)
             positions = torch.arange(start, end, device=self.target.device)
@@ -210,6 +218,17 @@ class Engine:
         for (slot, _), count in zip(held, counts, strict=True):
             slot.kv_length += count
         return self._first_tokens(held, output.logits)
+
+    def _begin(self, slot: Slot, request: Request, ahead: list[Request]) -> bool:
+        """Begin a prompt with what is cached of it; return False to wait for the same one ahead."""
+        slots, drafts = self.scheduler.slots, self.control.plain_reason(request) is None
+        if not self.reuse_prefixes:
+            slot.begin(0, 0)
+            return True
+        if is_read_ahead(request, ahead):
+            return False
+        self.totals.num_cached_tokens += take_prefix(slot, slots, self.kv, self.context, drafts)
+        return True
 
     def _first_tokens(self, held: list[Held], logits: Tensor) -> list[Held]:
         """Commit the first token of the complete prompts; return those that it ended.

@@ -33,7 +33,8 @@ class LLM:
 
     target, drafter: folders or loaded objects.  policy: None takes the drafter's own.  dtype,
     device: for what is loaded here.  max_num_seqs: requests decoded at a time.  max_model_len: most
-    tokens of prompt plus answer (None = the target's context).  speculation, profile: see `Engine`.
+    tokens of prompt plus answer (None = the target's context).  speculation, reuse_prefixes,
+    profile: see `Engine`.
     Raises UsageError for what does not fit.
     """
 
@@ -48,6 +49,7 @@ class LLM:
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
         speculation: str | None = None,
+        reuse_prefixes: bool = False,
         profile: bool = False,
     ) -> None:
         target, drafter = load_pair(target, drafter, dtype=dtype, device=device)
@@ -59,6 +61,7 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             speculation=speculation,
+            reuse_prefixes=reuse_prefixes,
             profile=profile,
         )
 

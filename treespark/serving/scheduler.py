@@ -6,11 +6,15 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from treespark.serving.detokenize import TextStream
 from treespark.serving.params import SamplingParams
 from treespark.serving.records import RequestRecord, TokenLogprobs
 from treespark.serving.stats import Counted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = [
     "NEXT_STATES",
@@ -124,13 +128,42 @@ class Slot:
     """One row of the KV cache and who holds it.
 
     kv_length, draft_length: leading rows of the target's and of the drafter's cache that hold
-    committed tokens.
+    committed tokens.  last: whose tokens, while they are not the request's: those of the last
+    holder stay until the next one has looked them through, which clears `is_fresh`.  released: the
+    order in which slots became free.
     """
 
     index: int
     request: Request | None = None
     kv_length: int = 0
     draft_length: int = 0
+    last: Request | None = None
+    is_fresh: bool = False
+    released: int = 0
+
+    def begin(self, kv_length: int, draft_length: int) -> None:
+        """Start on the request with this many rows of its prompt in place."""
+        self.kv_length, self.draft_length = kv_length, draft_length
+        self.last, self.is_fresh = None, False
+
+    def cached_ids(self) -> list[int]:
+        """Return the token ids of the rows in the target's cache."""
+        owner = self.last or self.request
+        if owner is None:
+            return []
+        return (owner.prompt_token_ids + owner.output_token_ids)[: self.kv_length]
+
+
+def common_length(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return how many leading items are equal."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 class Scheduler:
@@ -142,6 +175,7 @@ class Scheduler:
         self.slots = [Slot(index) for index in range(num_slots)]
         # Slots in the order in which their requests arrived.
         self._held: list[Slot] = []
+        self._num_released = 0
 
     @property
     def has_work(self) -> bool:
@@ -155,16 +189,19 @@ class Scheduler:
         )
 
     def fill_slots(self, now_s: float) -> None:
-        """Hand free slots to waiting requests, lowest slot first."""
-        for slot in self.slots:
-            if not self.waiting:
-                return
-            if slot.request is None:
-                request = self.waiting.popleft()
-                request.move_to(RequestState.PREFILL)
-                request.record.admitted_s = now_s
-                slot.request, slot.kv_length, slot.draft_length = request, 0, 0
-                self._held.append(slot)
+        """Hand free slots to waiting requests: the one that holds most of the prompt, else the one
+        that is free for longest."""
+        free = [slot for slot in self.slots if slot.request is None]
+        while free and self.waiting:
+            request = self.waiting.popleft()
+            prompt = request.prompt_token_ids
+            shared = {slot.index: common_length(prompt, slot.cached_ids()) for slot in free}
+            slot = max(free, key=lambda one: (shared[one.index], -one.released))
+            request.move_to(RequestState.PREFILL)
+            request.record.admitted_s = now_s
+            slot.request, slot.is_fresh = request, True
+            self._held.append(slot)
+            free.remove(slot)
 
     def in_state(self, state: RequestState) -> list[tuple[Slot, Request]]:
         """Return the slots whose request is in `state`, earliest arrival first."""
@@ -174,7 +211,10 @@ class Scheduler:
         """Free a slot; its request ends in `state`."""
         assert slot.request is not None
         slot.request.move_to(state)
-        slot.request = None
+        if not slot.is_fresh:
+            slot.last = slot.request
+        self._num_released += 1
+        slot.request, slot.is_fresh, slot.released = None, False, self._num_released
         self._held.remove(slot)
 
     def abort(self, request_id: str) -> bool:

@@ -18,8 +18,9 @@ class EngineStats:
     num_running: requests that hold a slot.  kv_usage: share of the cache's rows that hold committed
     tokens, 0..1.  tree_budget: nodes a tree may have now.  The totals never fall; they count what
     has been output for good, which while stop strings are watched lags a few tokens.
-    num_drafts: rounds of a request with at least one node.  num_draft_tokens: nodes verified.
-    num_accepted_per_position[j]: rounds that accepted at least j + 1 draft tokens.
+    num_cached_tokens: prompt tokens whose rows were there already.  num_drafts: rounds of a request
+    with at least one node.  num_draft_tokens: nodes verified.  num_accepted_per_position[j]: rounds
+    that accepted at least j + 1 draft tokens.
     """
 
     num_running: int
@@ -28,6 +29,7 @@ class EngineStats:
     kv_usage: float
     tree_budget: int
     num_prompt_tokens: int
+    num_cached_tokens: int
     num_generation_tokens: int
     num_rounds: int
     num_committed_tokens: int
@@ -42,6 +44,7 @@ class Totals:
     """Sums over all requests since the start; each field means what `EngineStats` says."""
 
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     num_generation_tokens: int = 0
     num_rounds: int = 0
     num_committed_tokens: int = 0

@@ -94,6 +94,11 @@ class KVCache:
             stored.append(cache.narrow(2, 0, num_columns).index_select(0, slots))
         return stored[0], stored[1]
 
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` rows of one slot to another, in all layers."""
+        for rows in (*self.keys, *self.values):
+            rows[target, :, :length] = rows[source, :, :length]
+
     def commit(self, slots: list[int], lengths: list[int], paths: list[list[int]]) -> None:
         """Move row lengths[i] + paths[i][j] of slots[i] to lengths[i] + j, in all layers.
 
