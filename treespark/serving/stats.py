@@ -29,7 +29,6 @@ class EngineStats:
     kv_usage: float
     tree_budget: int
     num_prompt_tokens: int
-    num_cached_tokens: int
     num_generation_tokens: int
     num_rounds: int
     num_committed_tokens: int
@@ -37,6 +36,7 @@ class EngineStats:
     num_draft_tokens: int
     num_accepted_tokens: int
     num_accepted_per_position: list[int]
+    num_cached_tokens: int = 0
 
 
 @dataclass
