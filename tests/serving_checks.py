@@ -19,6 +19,8 @@ from tests.serving_world import (
 )
 from treespark.drafter.auto import drafted_logits
 from treespark.serving.engine import Engine, RoundBatch
+from treespark.serving.params import SamplingParams
+from treespark.serving.scheduler import Request
 from treespark.tree import policy as tree_policy
 from treespark.tree import verify as tree_verify
 from treespark.tree.policy import TreePolicy
@@ -52,6 +54,47 @@ def check_output_is_the_targets_own() -> None:
     assert answers_of(outputs) == answers
     for output in outputs.values():
         check_counts(output)
+
+
+def check_logprobs_are_the_targets_own() -> None:
+    """Along accepted paths among wrong nodes: as one plain forward of the whole text has them."""
+    (prompt,) = prompts(1, seed=21, longest=20)
+    answer = world().reference(prompt, 30)
+    engine = Engine(
+        world().target,
+        policy=TreePolicy(8, budget=60),
+        propose=Oracle({"0": answer}, VOCAB, 6, 3, seed=1),
+    )
+    output = run(engine, requests_for([prompt], 30, logprobs=0))["0"]
+    expected = world().log_probs(prompt, answer).gather(1, torch.tensor(answer)[:, None])[:, 0]
+    ours = torch.tensor([entry.logprob for entry in output.logprobs or ()])
+    # float32 sums in another order.
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
+
+
+def check_seeds_alone_decide_the_draws() -> None:
+    """The same tokens for a seed in an engine of its own and among others."""
+    some = prompts(3, seed=22, longest=20)
+    params = SamplingParams(12, temperature=1.0, seed=5, ignore_eos=True)
+    sampled = [[Request(f"s{i}", p, params) for i, p in enumerate(some)] for _ in range(2)]
+    alone = {}
+    for request in sampled[0]:
+        alone |= answers_of(run(Engine(world().target), [request]))
+    together = answers_of(
+        run(Engine(world().target, max_num_seqs=4), [*requests_for(some, 9), *sampled[1]])
+    )
+    assert {name: together[name] for name in alone} == alone
+
+
+def check_reused_beginnings_change_no_answer() -> None:
+    """Prompts that share 24 tokens with an earlier one, and part there."""
+    (trunk, *_) = prompts(1, seed=23, longest=1)
+    some = [[*trunk, *range(30, 53), last, last] for last in (1, 2, 3)]
+    engine = Engine(world().target, drafter(world().target), reuse_prefixes=True)
+    for prompt in some:
+        output = run(engine, requests_for([prompt], 12))["0"]
+        assert output.token_ids == world().reference(prompt, 12)
+    assert engine.stats().num_cached_tokens == 2 * 24
 
 
 def check_ties_go_to_the_lowest_id() -> None:

@@ -51,7 +51,11 @@ class World:
     model: torch.nn.Module
 
     def reference(
-        self, prompt: list[int], max_tokens: int, stop_ids: tuple[int, ...] = ()
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        stop_ids: tuple[int, ...] = (),
+        min_tokens: int = 0,
     ) -> list[int]:
         """Greedy continuation by transformers' generate, ended after a stop id."""
         out = self.model.generate(
@@ -60,11 +64,18 @@ class World:
             generation_config=GenerationConfig(
                 do_sample=False,
                 max_new_tokens=max_tokens,
+                min_new_tokens=min_tokens or None,
                 eos_token_id=list(stop_ids) or None,
                 pad_token_id=0,
             ),
         )
         return out[0, len(prompt) :].tolist()
+
+    @torch.no_grad()
+    def log_probs(self, prompt: list[int], output: list[int]) -> torch.Tensor:
+        """Log-softmax [len(output), V] of what chose each output token, by one plain forward."""
+        logits = self.model(torch.tensor([prompt + output])).logits[0]
+        return logits[len(prompt) - 1 : -1].float().log_softmax(-1)
 
 
 _FOLDERS = tempfile.TemporaryDirectory(prefix="treespark-test-")

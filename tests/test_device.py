@@ -223,6 +223,21 @@ def test_autocast_runs_products_in_the_dtype_and_leaves_float32_alone(device):
         assert (x @ x).dtype is torch.float32
 
 
+def test_values_come_to_the_host_exactly_and_in_one_transfer(device, monkeypatch):
+    given = [
+        torch.tensor([[1, -1], [2**31 - 1, 0]], device=device),
+        torch.tensor([[0.1, -torch.inf]], device=device),
+        torch.zeros(0, 3, device=device),
+        torch.tensor([[1.5, 2.5], [3.5, 4.5]], device=device).t(),
+        torch.tensor([7], dtype=torch.int32, device=device),
+    ]
+    transfers, to_cpu = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda t: transfers.append(t.shape) or to_cpu(t))
+    got = devices.to_host(given)
+    assert len(transfers) == 1
+    assert got == [given[0].tolist(), given[1].tolist(), [], [[1.5, 3.5], [2.5, 4.5]], [7]]
+
+
 def test_seed_fixes_all_three_generators():
     def draw():
         devices.seed_everything(5)

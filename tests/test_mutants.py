@@ -2,17 +2,23 @@
 """Seeded mutants: each plants one well-known bug and a named check has to notice it."""
 
 import dataclasses
+import random
 
 import pytest
 import torch
 
 from tests.serving_checks import (
+    check_logprobs_are_the_targets_own,
     check_output_is_the_targets_own,
+    check_reused_beginnings_change_no_answer,
+    check_seeds_alone_decide_the_draws,
     check_ties_go_to_the_lowest_id,
     check_trees_equal_a_full_recompute,
 )
 from treespark.drafter.modeling import TreeSparkDrafter
+from treespark.serving import accept as accept_module
 from treespark.serving import commit as commit_module
+from treespark.serving import prefixes
 from treespark.serving.engine import Engine
 from treespark.target.kv_cache import KVCache
 from treespark.tree import policy as tree_policy
@@ -20,7 +26,10 @@ from treespark.tree import verify as tree_verify
 from treespark.tree.packed import PackedTree
 
 CHECKS = [
+    check_logprobs_are_the_targets_own,
     check_output_is_the_targets_own,
+    check_reused_beginnings_change_no_answer,
+    check_seeds_alone_decide_the_draws,
     check_ties_go_to_the_lowest_id,
     check_trees_equal_a_full_recompute,
 ]
@@ -110,8 +119,8 @@ def bonus_output_twice(patch):
     """Output: the bonus is committed, and committed again as the next round's first token."""
     original = Engine._accept
 
-    def generous(self, tree, logits):
-        return [a._replace(tokens=[*a.tokens, a.tokens[-1]]) for a in original(self, tree, logits)]
+    def generous(self, *round_):
+        return [a._replace(tokens=[*a.tokens, a.tokens[-1]]) for a in original(self, *round_)]
 
     patch.setattr(Engine, "_accept", generous)
 
@@ -159,9 +168,40 @@ def only_the_last_chunk_feeds_the_drafter(patch):
     patch.setattr(TreeSparkDrafter, "extend_contexts", forgetful)
 
 
+def logprobs_of_the_anchors_row(patch):
+    """Log-probabilities: all of a round from the row of its anchor."""
+    original = accept_module.path_logprobs
+
+    def rooted(logits, path, rows, num_top):
+        at_root = dataclasses.replace(path, retrieve_indices=path.retrieve_indices.clamp_max(0))
+        return original(logits, at_root, rows, num_top)
+
+    patch.setattr(accept_module, "path_logprobs", rooted)
+
+
+def a_reused_row_too_many(patch):
+    """Prefixes: the first row that differs is taken over, too."""
+    original = prefixes.reusable_length
+
+    def generous(*looked_up):
+        length = original(*looked_up)
+        return length + 1 if length else 0
+
+    patch.setattr(prefixes, "reusable_length", generous)
+
+
+def draws_from_one_stream_for_all(patch):
+    """Sampling: one random stream that all requests of the engine take from by turns."""
+    stream = random.Random(0)
+    patch.setattr(accept_module, "uniform", lambda seed, number: stream.random())
+
+
 @pytest.mark.parametrize(
     ("mutant", "check"),
     [
+        (logprobs_of_the_anchors_row, check_logprobs_are_the_targets_own),
+        (draws_from_one_stream_for_all, check_seeds_alone_decide_the_draws),
+        (a_reused_row_too_many, check_reused_beginnings_change_no_answer),
         (highest_id_first, check_ties_go_to_the_lowest_id),
         (highest_id_chosen, check_ties_go_to_the_lowest_id),
         (siblings_see_each_other, check_output_is_the_targets_own),

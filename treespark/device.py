@@ -19,13 +19,18 @@ import platform
 import random
 import resource
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 import treespark
 from treespark.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +217,24 @@ def synchronize(device: torch.device | str) -> None:
     device = torch.device(device)
     if device.type != "cpu":
         getattr(torch, device.type).synchronize(device)
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[list[Any]]:
+    """The values of integer and float32 tensors of one device, as nested lists, in one transfer.
+
+    Integers have to fit in 32 bits.
+    """
+    parts = []
+    for tensor in tensors:
+        assert tensor.dtype == torch.float32 or not tensor.is_floating_point(), tensor.dtype
+        is_float = tensor.is_floating_point()
+        parts.append(tensor.contiguous().view(torch.int32) if is_float else tensor.int())
+    values = torch.cat([part.flatten() for part in parts]).cpu()
+    lists = []
+    for tensor, part in zip(tensors, values.split([t.numel() for t in tensors]), strict=True):
+        typed = part.view(torch.float32) if tensor.is_floating_point() else part
+        lists.append(typed.view(tensor.shape).tolist())
+    return lists
 
 
 def seed_everything(seed: int) -> None:

@@ -190,6 +190,12 @@ class TrainSection(Section):
     dtype: TrainDtype = "bfloat16"
     save_every: Count = 500
     eval_every: CountOrZero = 500
+    # Every so many steps the engine decodes held-out prompts with the recipe's policy, and the best
+    # drafter so far is kept as best/; 0 never does.
+    decode_every: CountOrZero = 0
+    # Rows of the hold-out whose prompts are decoded (None: all of them), and tokens of each answer.
+    decode_prompts: Count | None = None
+    decode_tokens: Annotated[int, Field(ge=2, le=10**6)] = 96
     # Rows of the vocabulary losses computed at a time: 64 blocks of 7 (training.md 4).
     chunk_rows: Count = 448
     # True stores the vocabulary logits between the passes: faster where memory allows it.
@@ -254,6 +260,18 @@ class Recipe(Section):
                 word = str(only).lower().replace("none", "null")
                 message = f"{section}.{name} {value}: allowed {word} (drafter.architecture eagle3)"
                 raise ConflictError(message, f"{section}.{name}", "drafter.architecture")
+        return self
+
+    @model_validator(mode="after")
+    def _check_decoding(self) -> Recipe:
+        train, held = self.train, self.data.holdout_rows
+        if train.decode_every and not held:
+            message = f"train.decode_every {train.decode_every}: needs data.holdout_rows above 0"
+            raise ConflictError(message, "train.decode_every", "data.holdout_rows")
+        if train.decode_every and train.decode_prompts and train.decode_prompts > held:
+            allowed = f"allowed 1..{held} (data.holdout_rows)"
+            message = f"train.decode_prompts {train.decode_prompts}: {allowed}"
+            raise ConflictError(message, "train.decode_prompts", "data.holdout_rows")
         return self
 
 

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from tests.bench.bench_world import QUESTIONS, text_target, write_drafter, write_prompts
-from treespark import LLM
+from treespark import LLM, SamplingParams, cli
 from treespark.bench.generate import run_generate
 from treespark.bench.show import render_tree, show_rounds
 from treespark.errors import UsageError
@@ -26,7 +26,8 @@ def draft(tmp_path_factory):
 
 
 def answers(capsys, *args, **options):
-    run_generate(text_target().path, *args, max_tokens=10, as_json=True, **options)
+    options.setdefault("params", SamplingParams(10))
+    run_generate(text_target().path, *args, as_json=True, **options)
     return json.loads(capsys.readouterr().out)
 
 
@@ -45,10 +46,41 @@ def test_drafter_changes_no_answer(draft, tmp_path, capsys):
 
 
 def test_text_and_speed_are_printed(draft, capsys):
-    run_generate(text_target().path, draft, ["hi"], max_tokens=5)
+    run_generate(text_target().path, draft, ["hi"], params=SamplingParams(5))
     printed = capsys.readouterr().out
     assert "tokens/s" in printed
     assert "acceptance length" in printed
+
+
+def test_sampled_answers_repeat_with_their_seed_and_say_that_nothing_was_drafted(draft, capsys):
+    options = {"params": SamplingParams(20, temperature=1.0, seed=5, ignore_eos=True)}
+    first, again = (answers(capsys, draft, ["hi"], **options) for _ in range(2))
+    assert first["answers"] == again["answers"]
+    assert first["summary"]["plain_decoding"] == {"sampling": 1}
+    assert first["summary"]["mean_nodes"] == 0
+    greedy = answers(capsys, draft, ["hi"], params=SamplingParams(20, ignore_eos=True))
+    assert greedy["answers"][0]["token_ids"] != first["answers"][0]["token_ids"]
+    run_generate(text_target().path, draft, ["hi"], **options)
+    assert "without drafts: sampled" in capsys.readouterr().out
+
+
+def test_the_commands_pass_their_sampling_flags(monkeypatch):
+    calls = []
+    drawn = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3}
+    pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in drawn.items()]
+    flags = [word for pair in pairs for word in pair]
+    monkeypatch.setattr("treespark.bench.generate.run_generate", lambda **o: calls.append(o))
+    monkeypatch.setattr("treespark.bench.chat.run_chat", lambda **o: calls.append(o))
+    more = ["--no-drafter", "--max-tokens", "9", "--stop", "a", "--stop", "b", "--ignore-eos"]
+    cli.app(["generate", "t", "hello", *flags, *more], standalone_mode=False)
+    cli.app(["chat", "t", "--system", "s", *flags], standalone_mode=False)
+    assert calls[0]["params"] == SamplingParams(9, ("a", "b"), ignore_eos=True, **drawn)
+    assert calls[1]["params"] == SamplingParams(512, **drawn)
+    assert (calls[1]["drafter"], calls[1]["system"]) == (None, "s")
+    with pytest.raises(UsageError, match=r"temperature 3.0: allowed: numbers in 0..2"):
+        cli.app(
+            ["generate", "t", "hello", "--no-drafter", "--temperature", "3"], standalone_mode=False
+        )
 
 
 @pytest.mark.parametrize(

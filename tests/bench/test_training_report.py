@@ -46,6 +46,15 @@ def test_the_page_holds_curves_tables_and_nothing_from_elsewhere(tmp_path):
     assert "<script" not in text
 
 
+def test_decoded_acceptance_has_a_table_of_its_own(tmp_path):
+    run = metrics(tmp_path / "run", 20)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 19, "decode/acceptance": 2.25}\n')
+    text = write_training_report(run, tmp_path / "page.html").read_text()
+    assert "Acceptance length of decoding held-out prompts" in text
+    assert "<tr><th>after step</th><th>acceptance</th></tr><tr><td>20</td><td>2.250</td>" in text
+
+
 def test_long_runs_are_drawn_as_means_of_equal_parts(tmp_path):
     steps = [{"step": n, "loss": float(n % 2)} for n in range(1000)]
     x, y = training_report._curves(steps, ["loss", "ce"])["loss"]

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSONL: what the reader refuses, and what an interrupted writer leaves behind."""
 
+import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -135,6 +137,37 @@ def test_opening_for_append_changes_nothing(tmp_path):
 def test_damage_before_the_last_line_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"rows\.jsonl:1: malformed"):
         JsonlAppender(_file(tmp_path, b'{"id":\n{"id": "b"}\n'))
+
+
+@contextlib.contextmanager
+def full_disk_beyond(size: int):
+    """No file of this process may grow beyond `size` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_named_and_costs_no_row_that_was_written(tmp_path):
+    path = _file(tmp_path, b'{"id": "a"}\n')
+    rows = [{"id": "b", "text": "x" * 300_000}]
+    with (
+        full_disk_beyond(100_000),
+        pytest.raises(UsageError, match=r"rows\.jsonl: cannot be written: File too large"),
+        JsonlAppender(path) as file,
+    ):
+        file.append(rows)
+    with JsonlAppender(path) as file:
+        assert file.rows == [{"id": "a"}]
+        file.append(rows)
+    assert [row["id"] for _, row in read_jsonl(path)] == ["a", "b"]
+    before = path.read_bytes()
+    with full_disk_beyond(100_000), pytest.raises(UsageError, match="jsonl: cannot be written: Fi"):
+        write_atomic(path, [before])
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["rows.jsonl"]
 
 
 @pytest.mark.parametrize("content", [None, b'{"id": "a"}\n'], ids=["new", "existing"])

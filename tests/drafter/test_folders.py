@@ -193,7 +193,7 @@ def test_a_failed_save_leaves_the_old_folder_untouched(own, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr("treespark.drafter.export.save_file", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(UsageError, match="own: cannot be written: disk full"):
         tiny_drafter(seed=1).save_pretrained(own)
     assert {p.name: p.read_bytes() for p in own.iterdir()} == before
     assert sorted(p.name for p in own.parent.iterdir()) == ["own"]

@@ -146,7 +146,7 @@ def test_declaring_any_output_token_a_stop_ends_there(how, field, monkeypatch):
         assert seen_depths == {1, 2, 3, 4, 5, 6, 7, 8}
 
 
-@pytest.mark.parametrize("max_tokens", range(1, 20))
+@pytest.mark.parametrize("max_tokens", range(1, 21))
 def test_counts_match_ids_for_every_limit(max_tokens):
     target = world().target
     prompt = prompts(1, seed=9)[0]

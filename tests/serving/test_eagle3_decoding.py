@@ -45,6 +45,18 @@ def test_chains_equal_chains_from_a_full_recompute(prefill_chunk):
     check_trees_equal_a_full_recompute(prefill_chunk, eagle3_drafter(world().target))
 
 
+def test_reused_prefixes_draft_what_prompts_read_anew_draft():
+    target, common = world().target, prompts(1, seed=5, longest=30)[0] * 2
+    some = [common + tail for tail in ([7], [8, 9], [7, 3, 4], [7])]
+    seen = []
+    for reuse in (False, True):
+        engine = Engine(target, eagle3_drafter(target), max_num_seqs=2, reuse_prefixes=reuse)
+        outputs = run(engine, requests_for(some, 20), arrivals=[0, 8, 30, 40])
+        seen.append({name: (o.token_ids, o.metrics.rounds) for name, o in outputs.items()})
+    assert engine.totals.num_cached_tokens > 2 * len(common)
+    assert seen[0] == seen[1]
+
+
 def test_a_tree_policy_is_refused_by_name():
     target = world().target
     with pytest.raises(

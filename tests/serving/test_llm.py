@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LLM.generate: any kind of prompt, answers in order, and a clean state after an interruption."""
 
+import itertools
+
 import pytest
 
 from tests.serving_world import TEXT_VOCAB, drafter, prompts, world
@@ -87,6 +89,27 @@ def test_an_interrupted_run_leaves_the_llm_usable(text_world, monkeypatch, error
             model.generate(some, params)
     assert not model.engine.has_work
     assert [o.token_ids for o in model.generate(some, params)] == expected
+
+
+def test_a_stream_grows_to_the_answer_of_generate(text_world):
+    model, params = llm(text_world), SamplingParams(12, ignore_eos=True)
+    (whole,) = model.generate("hello", params)
+    seen = [(o.text, len(o.token_ids), o.finish_reason) for o in model.stream("hello", params)]
+    assert seen[-1] == (whole.text, 12, "length")
+    assert all(later[0].startswith(earlier[0]) for earlier, later in itertools.pairwise(seen))
+    assert [reason for _, _, reason in seen[:-1]] == [None] * (len(seen) - 1)
+
+
+def test_a_stream_that_is_left_drops_its_request(text_world):
+    model, params = llm(text_world), SamplingParams(12, ignore_eos=True)
+    stream = model.stream("hello", params)
+    next(stream)
+    assert model.engine.has_work
+    stream.close()
+    assert not model.engine.has_work
+    with pytest.raises(UsageError, match="empty"):
+        next(model.stream("", params))
+    assert len(list(model.stream("hello", params))) > 0
 
 
 def test_progress_bar_counts_requests(text_world, capsys):

@@ -98,6 +98,14 @@ def test_tensor_of_another_shape_is_refused(folder):
     refuse(folder, r"mlp\.down_proj\.weight is \[32, 48\], config\.json asks for \[32, 64\]")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(folder, value):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    refuse(folder, r"model\.layers\.1\.mlp\.up_proj\.weight holds NaN or infinite values")
+
+
 @pytest.mark.parametrize(
     ("num_layers", "words"),
     [

@@ -105,6 +105,38 @@ def test_trees_of_different_size_in_a_batch_equal_single_rounds(pair, poisoned, 
         assert not out.features[i, num_rows:].any()
 
 
+@pytest.mark.parametrize("num_columns", [8, 256])
+def test_a_rectangle_of_trees_equals_trees_one_by_one(
+    pair, random_ids, close, monkeypatch, num_columns
+):
+    """Accelerators' layout: same logits, features and cache rows, whatever stale rows hold."""
+    sizes, lengths, slots = [4, 0, 9, 20], [3, 20, 1, 11], [2, 0, 3, 1]
+    rng, outs, caches = random.Random(4), [], []
+    trees = [random_tree(size, rng) for size in sizes]
+    batch = PackedTree.from_parents([t for t, _ in trees], [p for _, p in trees])
+    monkeypatch.setattr("treespark.target.padded._COLUMNS", num_columns)
+    for runs_padding in (False, True):
+        monkeypatch.setattr(pair.ours, "runs_padding", runs_padding)
+        cache = pair.ours.new_cache(5, 50)
+        for rows in (*cache.keys, *cache.values):
+            rows.fill_(1e3)
+        for slot, length in zip(slots, lengths, strict=True):
+            pair.ours.prefill(cache, slot, 0, torch.tensor(random_ids(length, seed=length)))
+        outs.append(pair.ours.verify(batch, cache, slots, lengths))
+        caches.append(cache)
+    for i, size in enumerate(sizes):
+        close(outs[1].logits[i, : size + 1], outs[0].logits[i, : size + 1])
+        close(outs[1].features[i, : size + 1], outs[0].features[i, : size + 1])
+        for loop, rectangle in zip(
+            (*caches[0].keys, *caches[0].values), (*caches[1].keys, *caches[1].values), strict=True
+        ):
+            end = lengths[i] + size + 1
+            close(rectangle[slots[i], :, :end], loop[slots[i], :, :end])
+    assert outs[1].logits.isfinite().all()
+    # A slot that took no part is as it was.
+    assert (caches[1].keys[0][4] == 1e3).all()
+
+
 def test_root_only_tree_is_a_plain_decode_step(pair, poisoned, random_ids, close):
     prompt = random_ids(PROMPT_LEN)
     cache = prefilled(pair, poisoned, prompt)

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed, multiprocessing
 
+from tests.training.kill_points import copies_killed_at_each_write
 from tests.training.tiny_run import recipe, tiny_world
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+KILLED_AT = 3
 Case = tuple[str, dict[str, dict[str, Any]]]
 """Name of the output folder, and what the recipe changes."""
 
@@ -23,6 +25,9 @@ def run_pair(root: Path, rows: Path, cases: list[Case]) -> None:
     """Train every case with two processes into root/name; raises if one of them fails.
 
     Where a name begins with "poisoned", the second process once has a loss that is not finite.
+    Where it begins with "killed", the save after step KILLED_AT is first tried on copies of the
+    folder, each by a process that dies at another write, and some of the copies are trained on.
+    Where it begins with "masked", every other draw counts for nothing, which is all of one rank's.
     """
     target = tiny_world().target.path
     multiprocessing.spawn(_rank, (_free_port(), root, rows, target, cases), nprocs=2)
@@ -37,6 +42,43 @@ def _poisoned_once(combine: Any) -> Any:
         return loss * next(calls, 1.0), values
 
     return poisoned
+
+
+def masking_odd_draws(collate: Any) -> Any:
+    """A collate that leaves no anchor and no label in draws of odd number."""
+
+    def masked(draws: Any, **options: Any) -> Any:
+        batch = collate(draws, **options)
+        odd = torch.tensor([number % 2 == 1 for number, _ in draws])
+        for mask in (batch.loss_mask, batch.keep, batch.tree_keep):
+            mask[odd] = False
+        return batch
+
+    return masked
+
+
+def _train_killed(folder: Path, rows: Path, target: Path, changes: dict[str, Any]) -> None:
+    """Train, and then go on from the copies that a killed save left, both ranks together."""
+    from treespark.training import checkpoint, loop
+
+    save = checkpoint.save
+
+    def saving(root: Path, step: int, *args: Any, **options: Any) -> Path:
+        if step == KILLED_AT:
+            return copies_killed_at_each_write(save, root, step, *args, **options)
+        return save(root, step, *args, **options)
+
+    checkpoint.save = saving
+    loop.train(recipe(folder, rows, target, **changes))
+    checkpoint.save = save
+    for copy in killed_copies(folder):
+        loop.train(recipe(copy, rows, target, **changes))
+
+
+def killed_copies(folder: Path) -> list[Path]:
+    """The copies of a "killed" case that are trained on: each n-th as its name ends in -every-n."""
+    every = int(folder.name.rpartition("-")[2])
+    return sorted(folder.parent.glob(f"{folder.name}-???"))[::every]
 
 
 def _free_port() -> int:
@@ -54,9 +96,14 @@ def _rank(rank: int, port: int, root: Path, rows: Path, target: Path, cases: lis
 
     distributed.init_process_group("gloo")
     for name, changes in cases:
-        plain = loop.combine
+        if name.startswith("killed"):
+            _train_killed(root / name, rows, target, changes)
+            continue
+        plain = loop.combine, loop.collate
         if name.startswith("poisoned") and rank == 1:
-            loop.combine = _poisoned_once(plain)
+            loop.combine = _poisoned_once(loop.combine)
+        if name.startswith("masked"):
+            loop.collate = masking_odd_draws(loop.collate)
         loop.train(recipe(root / name, rows, target, **changes))
-        loop.combine = plain
+        loop.combine, loop.collate = plain
     distributed.destroy_process_group()

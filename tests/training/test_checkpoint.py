@@ -73,17 +73,52 @@ def test_a_kill_at_any_write_leaves_a_whole_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
-@pytest.mark.parametrize("how", ["flip", "half", "gone"])
+@pytest.mark.parametrize("how", ["first bit", "middle bit", "last bit", "half", "empty", "gone"])
 def test_a_damaged_file_is_refused_by_name(tmp_path, name, how):
     checkpoint.save(tmp_path, 1, *state(), settings={}, memory={})
     path = tmp_path / "step-00000001" / name
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
     if how == "gone":
         path.unlink()
+    elif how in ("half", "empty"):
+        path.write_bytes(content[: len(content) // 2 if how == "half" else 0])
     else:
-        path.write_bytes(content if how == "flip" else content[: len(content) // 2])
-    with pytest.raises(UsageError, match=name):
+        content[{"first": 0, "middle": len(content) // 2, "last": -1}[how.split()[0]]] ^= 1
+        path.write_bytes(content)
+    with pytest.raises(UsageError, match=f"step-00000001/{name}: .*; delete .*step-00000001 to"):
+        checkpoint.load_latest(tmp_path, settings={})
+
+
+@pytest.mark.parametrize(
+    ("swapped", "named"),
+    [
+        (["model.safetensors"], "model.safetensors"),
+        (["optimizer.safetensors"], "optimizer.safetensors"),
+        (["state.json"], "state.json"),
+        (["model.safetensors", "optimizer.safetensors", "state.json"], "state.json"),
+    ],
+)
+def test_files_swapped_with_another_step_are_refused_by_name(tmp_path, swapped, named):
+    for step in (1, 2):
+        weights, optimizer = state()
+        tensors = ({k: t + step for k, t in part.items()} for part in (weights, optimizer))
+        checkpoint.save(tmp_path, step, *tensors, settings={}, memory={})
+    for name in swapped:
+        one, two = (tmp_path / f"step-0000000{step}" / name for step in (1, 2))
+        content = one.read_bytes()
+        one.write_bytes(two.read_bytes())
+        two.write_bytes(content)
+    with pytest.raises(UsageError, match=f"step-00000002/{named}"):
+        checkpoint.load_latest(tmp_path, settings={})
+
+
+def test_model_and_optimizer_swapped_with_each_other_are_refused(tmp_path):
+    checkpoint.save(tmp_path, 1, *state(), settings={}, memory={})
+    one, two = (tmp_path / "step-00000001" / f"{n}.safetensors" for n in ("model", "optimizer"))
+    content = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(content)
+    with pytest.raises(UsageError, match=r"model\.safetensors: checksum differs"):
         checkpoint.load_latest(tmp_path, settings={})
 
 
@@ -94,6 +129,6 @@ def test_a_failed_write_keeps_the_old_checkpoint_and_nothing_else(tmp_path, monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(UsageError, match="step-00000002: cannot be written: No space left on dev"):
         checkpoint.save(tmp_path, 2, *state(), settings={}, memory={})
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]

@@ -49,6 +49,19 @@ def test_micro_batches_do_not_change_the_step(tmp_path):
         assert one[key] == pytest.approx(two[key], rel=1e-5)
 
 
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_kept_logits_do_not_change_the_step(tmp_path, micro_batch):
+    """Trees then take the logits of their blocks, also at depths that do not count."""
+    train = {"max_steps": 2, "micro_batch": micro_batch}
+    kept = first_line(tmp_path, "kept", train={**train, "keep_logits": True})
+    again = first_line(tmp_path, "again", train={**train, "keep_logits": False})
+    for one, two in zip(kept, again, strict=True):
+        for key in ("loss", "ce", "l1", "confidence", "survival", "coverage", "grad_norm"):
+            assert one[key] == pytest.approx(two[key], rel=1e-5), key
+        assert one["overlap"] == pytest.approx(two["overlap"], abs=2e-5)
+        assert one["reference_hit"] == two["reference_hit"]
+
+
 def test_without_tree_weights_the_step_is_the_step_without_replay(tmp_path):
     off = {"survival": 0.0, "coverage": 0.0}
     a = first_line(tmp_path, "a", losses=off)

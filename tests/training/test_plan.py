@@ -3,15 +3,13 @@
 
 import dataclasses
 import json
-import weakref
 from pathlib import Path
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, Qwen3Config
 
+from tests.training.live_bytes import LiveBytes
 from tests.training.tiny_run import eagle3, random_rows, recipe, write
 from treespark.data.batches import collate, load_rows
 from treespark.data.feature_identity import Identity
@@ -121,34 +119,6 @@ def test_a_mixed_store_is_as_large_as_allowed_and_the_target_computes_the_rest()
     share = (1 << 40) / sizes["store"]
     assert parts["mixed"] == pytest.approx((1 - share) * parts["online"])
     assert parts["store"] == 0
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors alive, and their peak."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = 0
-        self._seen = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
-        return out
-
-    def _count(self, storage):
-        if storage in self._seen:
-            return
-        self._seen.add(storage)
-        size = storage.nbytes()
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._gone, size)
-
-    def _gone(self, size):
-        self.now -= size
 
 
 def measured_step(tmp_path, mode, make=recipe, data=None, **changes):

@@ -8,7 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.training.pair import run_pair
+from tests.training.kill_points import assert_same as assert_exactly
+from tests.training.kill_points import outcome
+from tests.training.pair import killed_copies, masking_odd_draws, run_pair
 from tests.training.tiny_run import EAGLE3, random_rows, recipe, write
 from treespark.errors import UsageError
 from treespark.training import loop, setup
@@ -36,6 +38,17 @@ def changes(stage, dtype="float32", **train):
     return {"train": {**BASE, "zero_stage": stage, "dtype": dtype, **train}, **precision}
 
 
+def decoding(stage):
+    """A run that keeps the drafter that decodes its two held-out rows best."""
+    train = {"decode_every": 2, "decode_tokens": 8}
+    return changes(stage, **train) | {"data": {"holdout_rows": 2}, "optim": {"lr": 3e-2}}
+
+
+def three_micro_batches(stage):
+    """Three a step and rank, with gradients far above what clipping allows."""
+    return changes(stage, global_batch=6) | {"optim": {"lr": 1e-3, "grad_clip": 0.01}}
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Folder with the single-process runs and, by one pair, all others."""
@@ -43,6 +56,10 @@ def runs(tmp_path_factory):
     rows = uneven(root)
     for dtype in ("float32", "bfloat16"):
         loop.train(recipe(root / f"one-{dtype}", rows, **changes(0, dtype)))
+    loop.train(recipe(root / "one-three", rows, **three_micro_batches(0)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "collate", masking_odd_draws(loop.collate))
+        loop.train(recipe(root / "one-masked", rows, **changes(0)))
     # Half a run by one process, to be continued by the pair.
     for stage in (1, 3):
         shutil.copytree(root / "one-float32", root / f"one-to-two-{stage}")
@@ -53,6 +70,10 @@ def runs(tmp_path_factory):
     loop.train(recipe(root / "one-eagle3", rows, **EAGLE3, **changes(0)))
     cases += [(f"eagle3-{stage}", {**EAGLE3, **changes(stage)}) for stage in (1, 3)]
     cases += [(f"poisoned{stage}", changes(stage)) for stage in (0, 1, 2, 3)]
+    cases += [(f"masked{stage}", changes(stage)) for stage in (0, 1, 2, 3)]
+    cases += [(f"three{stage}", three_micro_batches(stage)) for stage in (0, 1, 2, 3)]
+    cases += [("killed1-every-8", changes(1, save_every=1))]
+    cases += [(f"decoding{stage}", decoding(stage)) for stage in (0, 3)]
     run_pair(root, rows, cases)
     return root
 
@@ -102,6 +123,19 @@ def test_an_eagle3_drafter_trains_the_same_on_two_processes(runs, stage):
 
 @pytest.mark.multi
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("case", ["masked", "three"])
+def test_a_rank_without_labels_and_clipped_accumulation_train_what_one_process_trains(
+    runs, case, stage
+):
+    found, expected = runs / f"{case}{stage}", runs / f"one-{case}"
+    assert_same(lines(found), lines(expected), 1e-5)
+    assert all(line["grad_norm"] > 0.02 for line in lines(found))
+    for key, weight in weights(expected).items():
+        torch.testing.assert_close(weights(found)[key], weight, rtol=0, atol=2e-5)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_all_ranks_skip_a_step_that_is_not_finite_on_one(runs, stage):
     found, first = lines(runs / f"poisoned{stage}"), lines(runs / "one-float32")[0]
     assert [line["skipped"] for line in found] == [True, False, False, False]
@@ -138,6 +172,39 @@ def test_a_checkpoint_holds_whole_tensors_and_no_pickle(runs, name):
         k: t.shape for k, t in expected.items()
     }
     assert json.loads((folder / "state.json").read_text())["step"] == STEPS
+
+
+def assert_goes_on_after_kills(folder):
+    """Every copy that was trained on ended as the run that was not killed."""
+    copies = killed_copies(folder)
+    assert len(copies) > 1
+    for copy in copies:
+        assert_exactly(outcome(copy), outcome(folder), copy.name)
+
+
+@pytest.mark.multi
+def test_a_pair_whose_writer_is_killed_goes_on_bit_for_bit(runs):
+    assert_goes_on_after_kills(runs / "killed1-every-8")
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+@pytest.mark.timeout(1800)
+def test_a_pair_whose_writer_is_killed_at_any_write_goes_on_bit_for_bit(tmp_path):
+    names = {stage: f"killed{stage}-every-1" for stage in (0, 1, 2, 3)}
+    cases = [(name, changes(stage, save_every=1)) for stage, name in names.items()]
+    run_pair(tmp_path, uneven(tmp_path), cases)
+    for name in names.values():
+        assert_goes_on_after_kills(tmp_path / name)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_pair_keeps_the_best_drafter_that_one_process_keeps(runs, tmp_path, stage):
+    loop.train(recipe(tmp_path / "one", runs / "rows.jsonl", **decoding(0)))
+    pair, one = (folder / "best" / "treespark.json" for folder in (runs / f"decoding{stage}",
+                                                                   tmp_path / "one"))  # fmt: skip
+    assert json.loads(pair.read_text()) == json.loads(one.read_text())
 
 
 def test_a_zero_stage_without_torchrun_is_refused(tmp_path, monkeypatch):

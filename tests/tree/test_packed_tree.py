@@ -107,6 +107,25 @@ def test_padding_holds_neutral_values():
     assert tree.valid[1].tolist() == [True, False, False]
 
 
+@pytest.mark.parametrize("rows", [[0], [2], [1, 3], [3, 0], [0, 1, 2, 3]], ids=str)
+def test_spread_trees_stand_among_anchors_alone(rows):
+    tokens, parents = _random_trees(3, len(rows), 9, 4)
+    anchors = torch.tensor([50, 51, 52, 53])
+    for row, own in zip(rows, tokens, strict=True):
+        anchors[row] = own[0]
+    trees = PackedTree.from_parents(tokens, parents)
+    spread = trees.spread(rows, anchors)
+    spread.check()
+    assert spread.tokens[:, 0].tolist() == anchors.tolist()
+    sizes = [0] * 4
+    for i, row in enumerate(rows):
+        sizes[row] = int(trees.num_nodes[i])
+        for field in dataclasses.fields(PackedTree):
+            own, placed = getattr(trees, field.name)[i], getattr(spread, field.name)[row]
+            assert torch.equal(own, placed)
+    assert spread.num_nodes.tolist() == sizes
+
+
 def test_no_requests_give_an_empty_batch():
     tree = PackedTree.from_parents([], [])
     tree.check()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -43,16 +44,17 @@ def run_generate(
     depth: int | None = None,
     branching: int | None = None,
     budget: int | None = None,
-    max_tokens: int = 128,
+    params: SamplingParams | None = None,
     dtype: str | None = "auto",
     device: str | None = None,
     as_json: bool = False,
 ) -> None:
     """Print the answers to `prompts` and to the rows of `prompt_files`.
 
-    Every prompt is one user turn of the chat template. Raises UsageError for bad input, before
-    anything is decoded.
+    Every prompt is one user turn of the chat template. params: None takes the defaults. Raises
+    UsageError for bad input, before anything is decoded.
     """
+    params = params or SamplingParams()
     if not prompts and not prompt_files:
         raise UsageError("PROMPT: missing; give a text, or a file with --prompts")
     for text in prompts:
@@ -72,14 +74,16 @@ def run_generate(
         loaded,
         policy,
         max_num_seqs=min(_MAX_NUM_SEQS, len(asked)),
-        max_model_len=needed_length(asked, max_tokens, model.max_context),
+        max_model_len=needed_length(asked, params.max_tokens, model.max_context),
     )
     started_s = time.perf_counter()
     ids = [prompt.token_ids for prompt in asked]
-    outputs = llm.generate(ids, SamplingParams(max_tokens), progress=len(ids) > 1)
+    outputs = llm.generate(ids, params, progress=len(ids) > 1)
     wall_s = time.perf_counter() - started_s
     records = [output.metrics for output in outputs]
     summary = summarize(records, wall_s, policy.depth) | {"mean_nodes": mean_nodes(records)}
+    # How many answers were decoded without drafts, by reason.
+    summary["plain_decoding"] = Counter(r.plain_decoding for r in records if r.plain_decoding)
     if as_json:
         answers = [_answer(*pair) for pair in zip(asked, outputs, strict=True)]
         sys.stdout.write(json.dumps({"answers": answers, "summary": summary}, indent=2) + "\n")
@@ -94,6 +98,7 @@ def _answer(prompt: Prompt, output: RequestOutput) -> dict[str, Any]:
         "text": output.text,
         "token_ids": output.token_ids,
         "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
     }
 
 
@@ -102,7 +107,9 @@ def _print(console: Console, outputs: Sequence[RequestOutput], summary: dict[str
         # As Text: square brackets of an answer are no markup.
         console.print(Panel(Text(output.text), subtitle=str(output.finish_reason)))
     line = f"{summary['num_output_tokens']} tokens, {summary['output_throughput']:.1f} tokens/s"
-    if summary["acceptance_length"] is not None:
+    if "sampling" in summary["plain_decoding"]:
+        line += ", without drafts: sampled"
+    elif summary["acceptance_length"] is not None:
         line += (
             f", acceptance length {summary['acceptance_length']:.2f} tokens per round at "
             f"{summary['mean_nodes']:.1f} nodes"

@@ -29,6 +29,10 @@ _DEPTH_CURVES = {
     "survival_mass": "survival: target mass of packed nodes",
     "reference_hit": "reference tokens in the packed tree",
 }
+_ACCEPTANCE = {
+    "acceptance/": "Acceptance length on held-out rows",
+    "decode/": "Acceptance length of decoding held-out prompts",
+}
 _STYLE = (
     "body{font:15px sans-serif;max-width:70em;margin:2em auto;padding:0 1em}"
     "table{border-collapse:collapse}td,th{padding:.2em .8em;border-bottom:1px solid #ccc;"
@@ -48,12 +52,11 @@ def write_training_report(run: Path, out: Path) -> Path:
     steps = [line for line in lines if "loss" in line]
     if not steps:
         raise UsageError(f"{path}: no step of a training run in it")
-    scored = [line for line in lines if any(key.startswith("acceptance/") for key in line)]
     parts = [
         f"<!doctype html><meta charset=utf-8><title>{html.escape(run.name)}</title>",
         f"<style>{_STYLE}</style><h1>{html.escape(str(run))}</h1>",
         _table(_facts(run, steps), "what happened"),
-        _acceptance(scored),
+        *(_acceptance(lines, prefix, title) for prefix, title in _ACCEPTANCE.items()),
         _figure(_loss_curves(steps), "Losses", "step"),
         *(
             _figure(_depth_curves(steps, name), title, "step")
@@ -93,16 +96,17 @@ def _mean(lines: Lines, name: str) -> float:
     return fmean(line[name] for line in lines if line.get(name) is not None)
 
 
-def _acceptance(scored: Lines) -> str:
-    """Held-out acceptance length over the steps: a table and, from two points on, curves."""
+def _acceptance(lines: Lines, prefix: str, title: str) -> str:
+    """Acceptance lengths over the steps: a table and, from two points on, curves."""
+    scored = [line for line in lines if any(key.startswith(prefix) for key in line)]
     if not scored:
         return ""
-    names = [key for key in scored[-1] if key.startswith("acceptance/")]
-    short = [name.removeprefix("acceptance/") for name in names]
+    names = [key for key in scored[-1] if key.startswith(prefix)]
+    short = [name.removeprefix(prefix) for name in names]
     head = "".join(f"<th>{html.escape(name)}</th>" for name in ["after step", *short])
     cells = [[str(line["step"] + 1), *(f"{line[n]:.3f}" for n in names)] for line in scored]
     rows = "".join(f"<tr>{''.join(f'<td>{value}</td>' for value in row)}</tr>" for row in cells)
-    text = f"<h2>Acceptance length on held-out rows</h2><table><tr>{head}</tr>{rows}</table>"
+    text = f"<h2>{title}</h2><table><tr>{head}</tr>{rows}</table>"
     if len(scored) < 2:
         return text
     curves = {

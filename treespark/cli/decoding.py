@@ -14,11 +14,17 @@ from treespark.cli.flags import (
     Depth,
     Device,
     DrafterDir,
+    DrawSeed,
     Dtype,
     MaxTokens,
+    MinP,
     NoDrafter,
     Out,
+    Stop,
     Target,
+    Temperature,
+    TopK,
+    TopP,
     drafter_folder,
     integers,
 )
@@ -42,25 +48,92 @@ def generate(
     branching: Branching = None,
     budget: Budget = None,
     max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    seed: DrawSeed = None,
+    stop: Stop = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on behind the target's own end of an answer.")
+    ] = False,
     dtype: Dtype = "auto",
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Answer prompts; the text is the same with a drafter and without."""
+    """Answer prompts; greedy text is the same with a drafter and without."""
+    folder = drafter_folder(drafter, no_drafter)
+    from treespark.serving.params import SamplingParams
+
+    params = SamplingParams(
+        max_tokens,
+        tuple(stop or ()),
+        ignore_eos=ignore_eos,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+    )
     from treespark.bench.generate import run_generate
 
     run_generate(
         target=target,
-        drafter=drafter_folder(drafter, no_drafter),
+        drafter=folder,
         prompts=texts or [],
         prompt_files=prompt_files or [],
         depth=depth,
         branching=branching,
         budget=budget,
-        max_tokens=max_tokens,
+        params=params,
         dtype=dtype,
         device=device,
         as_json=as_json,
+    )
+
+
+@app.command()
+def chat(
+    target: Target,
+    drafter: DrafterDir = None,
+    depth: Depth = None,
+    branching: Branching = None,
+    budget: Budget = None,
+    system: Annotated[
+        str | None, typer.Option(help="System message before the conversation.")
+    ] = None,
+    max_tokens: MaxTokens = 512,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(help="Most tokens of conversation and answer. Default: the target's context."),
+    ] = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    seed: DrawSeed = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+) -> None:
+    """Talk to a target in a terminal; /reset starts over, /quit leaves, Ctrl-C stops an answer."""
+    from treespark.serving.params import SamplingParams
+
+    params = SamplingParams(
+        max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
+    )
+    from treespark.bench.chat import run_chat
+
+    run_chat(
+        target=target,
+        drafter=drafter,
+        depth=depth,
+        branching=branching,
+        budget=budget,
+        system=system,
+        params=params,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        device=device,
     )
 
 

@@ -31,6 +31,20 @@ Branching = Annotated[
 Budget = Annotated[
     int | None, typer.Option(help="Most nodes verified a round. Default: the drafter's config.")
 ]
+Temperature = Annotated[
+    float, typer.Option(help="0 is greedy; above it tokens are drawn, without drafts. At most 2.")
+]
+TopP = Annotated[float, typer.Option(help="Draw among the fewest tokens of this total share.")]
+TopK = Annotated[int, typer.Option(help="Draw among the k best tokens; 0: all.")]
+MinP = Annotated[
+    float, typer.Option(help="Draw among tokens at least this fraction as likely as the best.")
+]
+DrawSeed = Annotated[
+    int | None, typer.Option("--seed", help="Makes draws repeatable. Default: others each time.")
+]
+Stop = Annotated[
+    list[str] | None, typer.Option(help="Text that ends an answer, cut from it; repeatable.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
 

@@ -72,14 +72,16 @@ def load_rows(
     block_size: int,
     vocab_size: int,
     max_context: int | None = None,
+    fingerprint: str | None = None,
 ) -> tuple[list[Row], Counter[str]]:
     """Read continuation files into rows cut at `max_tokens`, and count what was dropped and why.
 
     Rows with fewer than 2 * block_size supervised tokens teach little. Rows with the tokens of an
     earlier one could be trained on and held out at once. max_context: of the target, which knows
-    no positions beyond. Raises UsageError for a `max_tokens` above it, unreadable files, an id that
-    is no string or integer or comes twice, token ids outside the vocabulary, or when nothing is
-    left.
+    no positions beyond. fingerprint: of the target, for rows that say whose answers they are.
+    Raises UsageError for a `max_tokens` above it, unreadable files, an id that is no string or
+    integer or comes twice, token ids outside the vocabulary, answers of another target, or when
+    nothing is left.
     """
     if max_context is not None and max_tokens > max_context:
         raise UsageError(
@@ -93,6 +95,7 @@ def load_rows(
             where = f"{path}:{line_number}"
             row_id = str(record.get("id", where))
             ids.add(row_id, path, line_number)
+            _check_maker(record, where, fingerprint)
             prompt = _token_ids(record, "prompt_token_ids", where, vocab_size)
             output = _token_ids(record, "output_token_ids", where, vocab_size)
             token_ids = np.asarray((prompt + output)[:max_tokens], dtype=np.int64)
@@ -111,6 +114,19 @@ def load_rows(
             f" ({reasons or 'nothing in the files'})"
         )
     return rows, dropped
+
+
+def _check_maker(record: dict[str, Any], where: str, fingerprint: str | None) -> None:
+    """Refuse another target's answer: its ids may mean other tokens, and it is another text."""
+    gen = record.get("gen")
+    made_by = gen.get("fingerprint") if isinstance(gen, dict) else None
+    # A server does not say which weights it runs.
+    if fingerprint is None or made_by in (None, "server", fingerprint):
+        return
+    raise UsageError(
+        f"{where}: answer of the target {str(made_by)[:16]} ({gen.get('model')}), this target is "
+        f"{fingerprint[:16]}; let it answer itself (`treespark continuations`)"
+    )
 
 
 def _token_ids(record: dict[str, Any], field: str, where: str, vocab_size: int) -> list[int]:

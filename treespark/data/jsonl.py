@@ -5,6 +5,7 @@ One JSON object a line, UTF-8, `\\n` or `\\r\\n`; a byte order mark and blank li
 Any other deviation is a `UsageError` that begins with `file:line:`, so no row is lost silently.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -182,16 +183,26 @@ def open_for_writing(path: Path, mode: str) -> BinaryIO:
         raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
 
 
+@contextlib.contextmanager
+def named_if_full(path: Path) -> Iterator[None]:
+    """Make a UsageError that names `path` of what the system says while its file is written."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
 def write_atomic(path: Path, chunks: Iterable[bytes]) -> None:
     """Replace a file by these bytes, or leave it as it was if anything raises.
 
-    Raises UsageError when its folder cannot be made or written, and for a folder or a device.
+    Raises UsageError when its folder cannot be made or written, when the disk is full, and for a
+    folder or a device.
     """
     check_file(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     stream = open_for_writing(partial, "wb")
     try:
-        with stream:
+        with named_if_full(path), stream:
             stream.writelines(chunks)
             stream.flush()
             os.fsync(stream.fileno())
@@ -210,14 +221,14 @@ class JsonlAppender:
 
     Opening reads the whole `rows` that are there, takes a lock and changes nothing. The first
     `append` cuts off a last line without its newline, the trace of a kill. Each `append` returns
-    when its rows are on the disk. Raises UsageError for rows that `read_jsonl` would refuse, and
-    when another process is writing the same file.
+    when its rows are on the disk. Raises UsageError for rows that `read_jsonl` would refuse, when
+    another process is writing the same file, and when the disk is full.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rows: list[Row] = []
-        self._stream: BinaryIO | None = None
+        self._stream: Any = None
         if path.exists():
             self._stream = self._open("rb+")
             self.rows = [row for _, row in read_jsonl(path, ignore_tail=True)]
@@ -243,10 +254,16 @@ class JsonlAppender:
             return
         if self._stream is None:
             self._stream = self._open("xb")
-        self._stream.truncate()
-        self._stream.write(data)
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
+        with named_if_full(self.path):
+            try:
+                self._stream.truncate()
+                self._stream.write(data)
+                self._stream.flush()
+                os.fsync(self._stream.fileno())
+            except OSError:
+                # Else closing it would try again to write what is still in its buffer.
+                self._stream.raw.close()
+                raise
 
     def close(self) -> None:
         """Release the file and its lock."""

@@ -36,6 +36,11 @@ class DraftCache:
         self.keys[layer][slot, :, start:stop] = key.transpose(0, 1)
         self.values[layer][slot, :, start:stop] = value.transpose(0, 1)
 
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` rows of one slot to another, in all layers."""
+        for rows in (*self.keys, *self.values):
+            rows[target, :, :length] = rows[source, :, :length]
+
     def view(self, layer: int, slot: int, length: int) -> tuple[Tensor, Tensor]:
         """Return the first `length` rows of a slot: keys and values [Hkv, length, D], no copy."""
         assert length <= self.max_len, f"{length} rows of {self.max_len}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -118,7 +119,11 @@ def _dtype_name(tensors: dict[str, Tensor]) -> str:
 
 
 def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write config.json and model.safetensors to a temporary sibling and rename it to `folder`."""
+    """Write config.json and model.safetensors to a temporary sibling and rename it to `folder`.
+
+    Raises `UsageError`, and leaves `folder` as it was, where it cannot be written, as on a full
+    disk.
+    """
     check_destination(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +145,9 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor
         for name in ("config.json", WEIGHTS_NAME):
             with (work / name).open("rb+") as file:
                 os.fsync(file.fileno())
-        _replace(work, folder)
+        replace_folder(work, folder)
+    except (OSError, SafetensorError) as error:
+        raise _unwritable(folder, error) from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -179,12 +186,16 @@ def check_destination(folder: Path, source: Path | None = None) -> None:
         )
 
 
-def _unwritable(folder: Path, error: OSError) -> UsageError:
-    return UsageError(f"drafter output {folder}: cannot be written: {error.strerror}")
+def _unwritable(folder: Path, error: OSError | SafetensorError) -> UsageError:
+    reason = getattr(error, "strerror", None) or error
+    return UsageError(f"drafter output {folder}: cannot be written: {reason}")
 
 
-def _replace(work: Path, folder: Path) -> None:
-    """Rename `work` to `folder`, putting an existing folder aside first and removing it after."""
+def replace_folder(work: Path, folder: Path) -> None:
+    """Rename `work` to `folder`, putting an existing folder aside first and removing it after.
+
+    A kill between the two leaves the old one as `old` in a sibling `.NAME.old.*`.
+    """
     if not folder.exists():
         work.rename(folder)
         return
@@ -197,3 +208,12 @@ def _replace(work: Path, folder: Path) -> None:
         raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def recover_folder(folder: Path) -> None:
+    """Put back or remove what killed exports to `folder` left beside it; nobody else may write."""
+    for aside in folder.parent.glob(f".{folder.name}.old.*/old"):
+        if not folder.exists():
+            aside.rename(folder)
+    for rest in folder.parent.glob(f".{folder.name}.*"):
+        shutil.rmtree(rest)

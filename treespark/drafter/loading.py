@@ -139,7 +139,7 @@ def _is_shard_name(name: object) -> bool:
 def check_tensors(
     folder: Path, drafter: DrafterModel, tensors: dict[str, Tensor], layout: str
 ) -> None:
-    """Raise `UsageError` unless names and shapes are exactly those the config asks for.
+    """Raise `UsageError` unless names and shapes are those the config asks for, all values finite.
 
     Embedding and head must be absent in our own and z-lab folders; in DeepSpec folders both or
     neither are there.
@@ -167,6 +167,8 @@ def check_tensors(
             )
         if not tensors[key].is_floating_point():
             raise UsageError(f"drafter {folder}: {key} holds {tensors[key].dtype}, need floats")
+        if not tensors[key].sum(dtype=torch.float32).isfinite():
+            raise UsageError(f"drafter {folder}: {key} holds NaN or infinite values")
 
 
 def _frozen_tensors(

@@ -55,9 +55,13 @@ def check_sizes(
         )
 
 
-def check_drafter(target: TargetModel, drafter: Drafter | None, policy: TreePolicy) -> None:
+def check_drafter(
+    target: TargetModel, drafter: Drafter | None, policy: TreePolicy, speculation: str | None = None
+) -> None:
     """Refuse a drafter of another target and a policy beyond the drafter. Raises UsageError."""
     if drafter is None:
+        if speculation not in (None, "off"):
+            raise UsageError(f"--speculation {speculation}: needs a drafter; give --drafter")
         return
     config = drafter.config
     for name in ("vocab_size", "hidden_size"):
@@ -94,6 +98,11 @@ def check_request(engine: Engine, request: Request) -> None:
     if wrong:
         raise UsageError(
             f"request {name!r}: prompt token id {wrong[0]}, allowed: 0..{vocab_size - 1}"
+        )
+    unknown = [token for token in request.params.stop_token_ids if token >= vocab_size]
+    if unknown:
+        raise UsageError(
+            f"request {name!r}: stop_token_ids {unknown[0]}, allowed: 0..{vocab_size - 1}"
         )
     if request.params.stop and engine.tokenizer is None:
         raise UsageError(f"request {name!r}: stop strings need a tokenizer, the target has none")

@@ -2,22 +2,25 @@
 """THE serve flow: `Engine.step` is one round for all running requests.
 
 A round drafts a tree per request, verifies all trees in one target forward, and commits per request
-the accepted path plus the target's own next token. Decoding without a drafter is the same round
-with trees that are only their root.
+the accepted path plus the target's own next token. Decoding without drafts is the same round with
+trees that are only their root; sampled requests decode so, among others that draft.
+
+One thread makes all calls, but for `stats`, which any thread may read.
 
 Shapes: R requests in the round, N tree nodes, V vocabulary, m taps, H hidden size.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from treespark.drafter.auto import drafted_logits
+from treespark.serving.accept import Accepted, accept
 from treespark.serving.checks import (
     check_drafter,
     check_request,
@@ -26,59 +29,42 @@ from treespark.serving.checks import (
     text_tokenizer,
 )
 from treespark.serving.clock import PhaseClock
-from treespark.serving.commit import Proposal, commit
+from treespark.serving.commit import commit
 from treespark.serving.detokenize import TextStream
+from treespark.serving.prefixes import is_read_ahead, take_prefix
 from treespark.serving.records import RequestRecord
+from treespark.serving.rounds import OnRound, Propose, RoundBatch
 from treespark.serving.scheduler import Request, RequestOutput, RequestState, Scheduler, Slot
+from treespark.serving.speculation import SpeculationControl
+from treespark.serving.stats import EngineStats, Totals
+from treespark.target.model import Segment
 from treespark.tree.packed import PackedTree
-from treespark.tree.policy import TreePolicy, expand, pack
-from treespark.tree.verify import accept_greedy
+from treespark.tree.policy import expand, pack
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from treespark.drafter.auto import Drafter
     from treespark.target.model import TargetModel
+    from treespark.tree.policy import TreePolicy
+
+__all__ = ["Accepted", "Engine", "OnRound", "Propose", "RoundBatch"]
 
 
-@dataclass(frozen=True)
-class RoundBatch:
-    """The running requests as a round begins.
-
-    slots: their cache rows.  lengths: committed tokens in front of each anchor.  anchors [R] int64.
-    max_depths: deepest draft depth whose tokens could still be output, per request.
-    """
-
-    requests: list[Request]
-    slots: list[int]
-    lengths: list[int]
-    anchors: Tensor
-    max_depths: list[int]
-
-
-class Accepted(NamedTuple):
-    """One request's verified path: node indices with the root first, tokens with the bonus last."""
-
-    nodes: list[int]
-    tokens: list[int]
-    proposal: Proposal
-
-
-# Stands in for the drafter, for tests and experiments: any tree with at most `policy.budget` nodes.
-Propose = Callable[[RoundBatch], PackedTree]
-# Sees each round between verification and commit, for display; it changes nothing.
-OnRound = Callable[[RoundBatch, PackedTree, list[Accepted]], None]
 # A slot and the request that holds it.
 Held = tuple[Slot, Request]
 
 
 class Engine:
-    """Decodes requests that join and leave at different times, greedily, over `max_num_seqs` slots.
+    """Decodes requests that join and leave at different times over `max_num_seqs` slots.
 
-    drafter None decodes autoregressively. policy None takes the drafter's own. max_model_len bounds
-    prompt plus output (None = the target's context). Each step prefills at most `prefill_chunk`
-    prompt tokens. `propose` replaces drafting. `profile` turns `clock` on. Set `on_round` to watch
-    the rounds.
+    drafter None decodes autoregressively. policy None takes the drafter's own. speculation: one of
+    the modes of `SpeculationControl` in place of the policy's budget. max_model_len bounds prompt
+    plus output (None = the target's context). Each step prefills at most `prefill_chunk` prompt
+    tokens. reuse_prefixes: see `treespark.serving.prefixes`. `propose` replaces drafting. `profile`
+    turns `clock` on. Set `on_round` to watch the rounds.
     Raises UsageError for a drafter or policy that does not fit.
     """
 
@@ -88,29 +74,37 @@ class Engine:
         drafter: Drafter | None = None,
         policy: TreePolicy | None = None,
         *,
+        speculation: str | None = None,
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
         prefill_chunk: int = 512,
+        reuse_prefixes: bool = False,
         propose: Propose | None = None,
         profile: bool = False,
     ) -> None:
-        self.target, self.drafter, self.propose = target, drafter, propose
+        self.target, self.propose = target, propose
         self.on_round: OnRound | None = None
-        self.policy = policy or default_policy(drafter)
+        if drafter is None and propose is None:
+            # Nothing drafts, whatever the policy.
+            policy = None
+        self.control = SpeculationControl(policy or default_policy(drafter), speculation, drafter)
+        self.policy = self.control.largest
         self.max_model_len = target.max_context if max_model_len is None else max_model_len
-        self.prefill_chunk = prefill_chunk
+        self.prefill_chunk, self.reuse_prefixes = prefill_chunk, reuse_prefixes
         check_sizes(target, max_num_seqs, self.max_model_len, prefill_chunk)
-        check_drafter(target, drafter, self.policy)
+        check_drafter(target, drafter, self.policy, speculation)
         self.tokenizer = text_tokenizer(target)
         self.scheduler = Scheduler(max_num_seqs)
+        self.totals = Totals(num_accepted_per_position=[0] * self.policy.depth)
         self.clock = PhaseClock(target.device, profile)
-        is_drafting = drafter is not None or propose is not None
         # A tree is written behind the committed rows, so the last round needs room for all of it.
-        num_rows = self.max_model_len + (self.policy.budget if is_drafting else 0)
-        self.kv = target.new_cache(max_num_seqs, num_rows)
+        self.kv = target.new_cache(max_num_seqs, self.max_model_len + self.policy.budget)
+        # A drafter that never drafts gets no context to keep up.
+        self.drafter = drafter if self.policy.budget > 0 else None
         self.context = None
-        if drafter is not None:
-            self.context = drafter.new_cache(max_num_seqs, self.max_model_len)
+        if self.drafter is not None:
+            num_rows = min(self.max_model_len, self.drafter.config.max_position_embeddings)
+            self.context = self.drafter.new_cache(max_num_seqs, num_rows)
 
     @property
     def has_work(self) -> bool:
@@ -124,7 +118,10 @@ class Engine:
         eos = set() if params.ignore_eos else self.target.eos_token_ids
         request.stop_ids = frozenset(eos) | set(params.stop_token_ids)
         request.max_output_len = min(params.max_tokens, self.max_model_len - num_prompt)
-        request.text = TextStream(self.tokenizer, params.stop)
+        request.seed = random.getrandbits(63) if params.seed is None else params.seed
+        request.text = TextStream(
+            self.tokenizer, params.stop, keep_stop=params.include_stop_str_in_output
+        )
         request.record = RequestRecord(num_prompt, time.perf_counter())
         self.scheduler.waiting.append(request)
 
@@ -136,11 +133,28 @@ class Engine:
         """Drop every request; the engine can be used again, even after an interrupted step."""
         self.scheduler.abort_all()
 
+    def stats(self) -> EngineStats:
+        """Return what runs now and the totals so far; cheap, from any thread."""
+        slots = self.scheduler.slots
+        held = [
+            0 if slot.is_fresh else slot.kv_length for slot in slots if slot.request is not None
+        ]
+        return EngineStats(
+            num_running=len(held),
+            num_waiting=len(self.scheduler.waiting),
+            num_free_slots=len(slots) - len(held),
+            kv_usage=sum(held) / (len(slots) * self.max_model_len),
+            tree_budget=self.policy.budget,
+            **dataclasses.asdict(self.totals),
+        )
+
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         """Run one round; return the answers that grew, with a finish reason where they ended."""
         self.clock.start()
-        grown = self._admit()
+        self._tap_target()
+        self.scheduler.fill_slots(time.perf_counter())
+        grown = self._prefill()
         self.clock.mark("prefill")
         running = self.scheduler.in_state(RequestState.RUNNING)
         if running:
@@ -148,13 +162,11 @@ class Engine:
             self.clock.mark("host")
             tree = self._draft(batch)
             verified = self.target.verify(tree, self.kv, batch.slots, batch.lengths)
-            accepted = self._accept(tree, verified.logits)
+            accepted = self._accept(batch.requests, tree, verified.logits)
             self.clock.mark("verify")
             if self.on_round is not None:
                 self.on_round(batch, tree, accepted)
-            now_s = time.perf_counter()
-            for request, path in zip(batch.requests, accepted, strict=True):
-                commit(request, path.tokens, path.proposal, now_s)
+            self._commit(batch, accepted)
             self.clock.mark("host")
             self._keep_rows(running, accepted, tree, verified.features)
             self.clock.mark("commit")
@@ -163,35 +175,7 @@ class Engine:
         self.clock.mark("host")
         return outputs
 
-    # ------------------------------------------------------------------ admit
-
-    def _admit(self) -> list[Held]:
-        """Waiting requests take free slots; prefill up to `prefill_chunk` prompt tokens.
-
-        Returns the requests that their first token already ended. That token is prefill's own and
-        belongs to no round; the other requests run from this step's round on.
-        """
-        self._tap_target()
-        self.scheduler.fill_slots(time.perf_counter())
-        room, ended = self.prefill_chunk, []
-        for slot, request in self.scheduler.in_state(RequestState.PREFILL):
-            if room == 0:
-                break
-            chunk = request.prompt_token_ids[slot.kv_length : slot.kv_length + room]
-            ids = torch.tensor(chunk, device=self.target.device)
-            output = self.target.prefill(self.kv, slot.index, slot.kv_length, ids)
-            slot.kv_length += len(chunk)
-            room -= len(chunk)
-            # Every chunk feeds the drafter, not only the last: its context is the whole prompt.
-            self._extend_context([slot], [len(chunk)], output.features, ids)
-            if slot.kv_length < len(request.prompt_token_ids):
-                continue
-            commit(request, [int(output.logits[-1].argmax())], None, time.perf_counter())
-            if request.finish_reason is None:
-                request.move_to(RequestState.RUNNING)
-            else:
-                ended.append((slot, request))
-        return ended
+    # ------------------------------------------------------------------ admit, prefill
 
     def _tap_target(self) -> None:
         """Make the target yield this engine's features; engines may share a target by turns."""
@@ -199,68 +183,145 @@ class Engine:
         if list(self.target.target_layer_ids or []) != taps:
             self.target.set_taps(taps)
 
+    def _prefill(self) -> list[Held]:
+        """Run the next `prefill_chunk` prompt tokens, oldest requests first, in one forward.
+
+        A complete prompt yields its answer's first token, which belongs to no round. Returns the
+        requests that it already ended; the others run from this step's round on.
+        """
+        room, held, segments = self.prefill_chunk, [], []
+        ahead: list[Request] = []
+        for slot, request in self.scheduler.in_state(RequestState.PREFILL):
+            if room == 0:
+                break
+            if slot.is_fresh and not self._begin(slot, request, ahead):
+                continue
+            ahead.append(request)
+            chunk = request.prompt_token_ids[slot.kv_length : slot.kv_length + room]
+            start, end = slot.kv_length, slot.kv_length + len(chunk)
+            ids = torch.tensor(chunk, device=self.target.device)
+            positions = torch.arange(start, end, device=self.target.device)
+            segments.append(Segment(slot.index, start, ids, positions))
+            held.append((slot, request))
+            room -= len(chunk)
+        if not held:
+            return []
+        output = self.target.forward_rows(segments, self.kv)
+        counts = [len(segment.token_ids) for segment in segments]
+        # Every chunk feeds the drafter, not only the last: its context is the whole prompt.
+        keep = self._drafting(held)
+        if keep:
+            parts = output.features.split(counts)
+            slots = [held[i][0] for i in keep]
+            features = torch.cat([parts[i] for i in keep])
+            ids = torch.cat([segments[i].token_ids for i in keep])
+            self._extend_context(slots, [counts[i] for i in keep], features, ids)
+        for (slot, _), count in zip(held, counts, strict=True):
+            slot.kv_length += count
+        return self._first_tokens(held, output.logits)
+
+    def _begin(self, slot: Slot, request: Request, ahead: list[Request]) -> bool:
+        """Begin a prompt with what is cached of it; return False to wait for the same one ahead."""
+        slots, drafts = self.scheduler.slots, self.control.plain_reason(request) is None
+        if not self.reuse_prefixes:
+            slot.begin(0, 0)
+            return True
+        if is_read_ahead(request, ahead):
+            return False
+        self.totals.num_cached_tokens += take_prefix(slot, slots, self.kv, self.context, drafts)
+        return True
+
+    def _first_tokens(self, held: list[Held], logits: Tensor) -> list[Held]:
+        """Commit the first token of the complete prompts; return those that it ended.
+
+        logits: [len(held), V], of each request's last row.
+        """
+        done = [i for i, (slot, r) in enumerate(held) if slot.kv_length == len(r.prompt_token_ids)]
+        if not done:
+            return []
+        requests = [held[i][1] for i in done]
+        last = [request.prompt_token_ids[-1] for request in requests]
+        roots = PackedTree.root_only(torch.tensor(last, device=logits.device))
+        accepted = self._accept(requests, roots, logits[done].unsqueeze(1))
+        now_s = time.perf_counter()
+        for request, path in zip(requests, accepted, strict=True):
+            commit(request, path.tokens, None, now_s, path.logprobs)
+            self.totals.num_prompt_tokens += len(request.prompt_token_ids)
+            if request.finish_reason is None:
+                request.move_to(RequestState.RUNNING)
+        return [held[i] for i in done if held[i][1].finish_reason is not None]
+
     def _round_batch(self, running: list[Held]) -> RoundBatch:
         """Gather what the round needs to know, once both caches are known to end at the anchors."""
-        for slot, request in running:
-            draft_length = request.length if self.context is None else slot.draft_length
+        requests = [request for _, request in running]
+        reasons = [self.control.plain_reason(request) for request in requests]
+        for (slot, request), reason in zip(running, reasons, strict=True):
+            has_context = self.context is not None and reason is None
+            draft_length = slot.draft_length if has_context else request.length
             assert slot.kv_length == draft_length == request.length, (
                 f"slot {slot.index}: {slot.kv_length} target rows and {draft_length} draft rows in "
                 f"front of an anchor at position {request.length}"
             )
-        requests = [request for _, request in running]
         anchors = [request.output_token_ids[-1] for request in requests]
         return RoundBatch(
             requests=requests,
             slots=[slot.index for slot, _ in running],
             lengths=[request.length for request in requests],
             anchors=torch.tensor(anchors, device=self.target.device),
-            max_depths=[self._max_depth(request) for request in requests],
+            # A bonus follows the deepest draft.
+            max_depths=[min(self.policy.depth, r.num_remaining - 1) for r in requests],
+            plain_reasons=reasons,
         )
-
-    def _max_depth(self, request: Request) -> int:
-        """Return the deepest useful draft: a bonus follows it, and the drafter's context ends."""
-        if self.drafter is not None:
-            config = self.drafter.config
-            if request.length + config.block_size >= config.max_position_embeddings:
-                return 0
-        return min(self.policy.depth, request.num_remaining - 1)
 
     # ------------------------------------------------------------------ draft, expand, pack
 
     def _draft(self, batch: RoundBatch) -> PackedTree:
-        """Return one tree per request: proposed by one drafter pass, then grown and packed."""
-        if self.propose is not None:
-            tree = self.propose(batch)
-            assert tree.tokens.shape[1] <= self.policy.budget + 1, "tree above policy.budget"
-            self.clock.mark("draft")
-            return tree
-        if self.drafter is None or self.policy.budget == 0 or max(batch.max_depths) == 0:
+        """Return one tree per request; only the root where a request cannot use a draft."""
+        reasons, depths = batch.plain_reasons, batch.max_depths
+        rows = [i for i, reason in enumerate(reasons) if reason is None]
+        if self.propose is None:
+            rows = [i for i in rows if depths[i] > 0]
+        policy = self.control.choose(len(rows))
+        if not rows or policy.budget == 0:
             return PackedTree.root_only(batch.anchors)
+        drafting = batch.select(rows)
+        if self.propose is None:
+            tree = self._grow(drafting, policy)
+        else:
+            tree = self.propose(drafting)
+            assert tree.tokens.shape[1] <= policy.budget + 1, "tree above policy.budget"
+            self.clock.mark("draft")
+        return tree.spread(rows, batch.anchors)
+
+    def _grow(self, batch: RoundBatch, policy: TreePolicy) -> PackedTree:
+        """Return trees proposed by one drafter pass, expanded and packed together."""
+        assert self.drafter is not None
         hidden = self.drafter.draft_block(self.context, batch.slots, batch.lengths, batch.anchors)
         self.clock.mark("draft")
         node_logits = drafted_logits(self.drafter, hidden, batch.anchors)
-        pool = expand(node_logits, batch.anchors, self.policy)
+        pool = expand(node_logits, batch.anchors, policy)
         limits = torch.tensor(batch.max_depths, device=batch.anchors.device)
-        tree = pack(pool, self.policy.budget, limits)
+        tree = pack(pool, policy.budget, limits)
         self.clock.mark("expand")
         return tree
 
     # ------------------------------------------------------------------ accept, commit, emit
 
-    def _accept(self, tree: PackedTree, logits: Tensor) -> list[Accepted]:
+    def _accept(
+        self, requests: Sequence[Request], tree: PackedTree, logits: Tensor
+    ) -> list[Accepted]:
         """Walk the target's choices down each tree; the round's one transfer to the host."""
         num_nodes = tree.tokens.shape[1] - 1
         depth = num_nodes if self.propose is not None else min(self.policy.depth, num_nodes)
-        path = accept_greedy(tree, logits, depth)
-        columns = (path.num_accepted, tree.num_nodes, tree.depths.amax(1))
-        counts = torch.stack([column.long() for column in columns], 1)
-        rows = torch.cat([counts, path.retrieve_indices, path.tokens], 1).tolist()
-        first, accepted = 3 + depth + 1, []
-        for row in rows:
-            num_rows = row[0] + 1
-            nodes, tokens = row[3 : 3 + num_rows], row[first : first + num_rows]
-            accepted.append(Accepted(nodes, tokens, Proposal(*row[:3])))
-        return accepted
+        return accept(requests, tree, logits, depth)
+
+    def _commit(self, batch: RoundBatch, accepted: list[Accepted]) -> None:
+        """Make tokens output."""
+        now_s = time.perf_counter()
+        rows = zip(batch.requests, accepted, batch.plain_reasons, strict=True)
+        for request, path, reason in rows:
+            proposal = path.proposal._replace(plain_decoding=reason)
+            commit(request, path.tokens, proposal, now_s, path.logprobs)
 
     def _keep_rows(
         self,
@@ -282,21 +343,26 @@ class Engine:
         self.target.commit(self.kv, indices, starts, paths)
         for slot, path in zip(slots, paths, strict=True):
             slot.kv_length += len(path)
-        if self.context is not None:
+        keep = [going[i] for i in self._drafting([running[i] for i in going])]
+        if keep:
             assert features is not None
-            picks = [(i, node) for i, path in zip(going, paths, strict=True) for node in path]
+            picks = [(i, node) for i in keep for node in accepted[i].nodes]
             row, node = torch.tensor(picks, device=features.device).unbind(1)
-            counts = [len(path) for path in paths]
+            counts = [len(accepted[i].nodes) for i in keep]
+            slots = [running[i][0] for i in keep]
             self._extend_context(slots, counts, features[row, node], tree.tokens[row, node])
 
+    def _drafting(self, held: list[Held]) -> list[int]:
+        """Return which of these need the drafter's context for the rounds to come."""
+        if self.context is None:
+            return []
+        return [i for i, (_, r) in enumerate(held) if self.control.plain_reason(r) is None]
+
     def _extend_context(
-        self, slots: list[Slot], counts: list[int], features: Tensor | None, token_ids: Tensor
+        self, slots: list[Slot], counts: list[int], features: Tensor, token_ids: Tensor
     ) -> None:
         """Add features [sum counts, mH] and their tokens to the context behind what is there."""
-        if self.context is None:
-            return
         assert self.drafter is not None
-        assert features is not None
         indices, starts = [slot.index for slot in slots], [slot.draft_length for slot in slots]
         self.drafter.extend_contexts(self.context, indices, starts, counts, features, token_ids)
         for slot, count in zip(slots, counts, strict=True):
@@ -306,7 +372,9 @@ class Engine:
         """Return the answers that grew and free the slots of those that ended."""
         outputs = []
         for slot, request in grown:
-            outputs.append(RequestOutput.of(request))
+            output = RequestOutput.of(request)
+            self.totals.count(request, len(output.token_ids))
+            outputs.append(output)
             if request.finish_reason is not None:
                 self.scheduler.release(slot, RequestState.FINISHED)
         return outputs

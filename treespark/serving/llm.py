@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,7 +11,8 @@ from tqdm import tqdm
 
 from treespark.errors import UsageError
 from treespark.serving.engine import Engine
-from treespark.serving.scheduler import Request, RequestOutput, SamplingParams
+from treespark.serving.params import SamplingParams
+from treespark.serving.scheduler import Request, RequestOutput
 from treespark.target.model import TargetModel
 from treespark.target.template import check_utf8, render_prompt
 
@@ -32,7 +33,8 @@ class LLM:
 
     target, drafter: folders or loaded objects.  policy: None takes the drafter's own.  dtype,
     device: for what is loaded here.  max_num_seqs: requests decoded at a time.  max_model_len: most
-    tokens of prompt plus answer (None = the target's context).  profile: see `Engine`.
+    tokens of prompt plus answer (None = the target's context).  speculation, reuse_prefixes,
+    profile: see `Engine`.
     Raises UsageError for what does not fit.
     """
 
@@ -46,6 +48,8 @@ class LLM:
         device: str | torch.device | None = None,
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
+        speculation: str | None = None,
+        reuse_prefixes: bool = False,
         profile: bool = False,
     ) -> None:
         target, drafter = load_pair(target, drafter, dtype=dtype, device=device)
@@ -56,6 +60,8 @@ class LLM:
             policy,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
+            speculation=speculation,
+            reuse_prefixes=reuse_prefixes,
             profile=profile,
         )
 
@@ -85,6 +91,21 @@ class LLM:
             self.engine.abort_all()
             raise
         return [outputs[str(i)] for i in range(len(many))]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Yield the answer to one prompt each time it has grown; the last has a finish reason.
+
+        Leaving the iteration early, also by an interrupt, drops the request. Nothing else may run
+        in this LLM meanwhile. Raises UsageError as `generate` does, at the first step.
+        """
+        try:
+            self.engine.add(Request("0", self.encode(prompt), params or SamplingParams()))
+            while self.engine.has_work:
+                yield from self.engine.step()
+        finally:
+            self.engine.abort_all()
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of one prompt. Raises UsageError for an empty or mixed one."""

@@ -6,10 +6,25 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from treespark.errors import UsageError
 from treespark.serving.detokenize import TextStream
-from treespark.serving.records import RequestRecord
+from treespark.serving.params import SamplingParams
+from treespark.serving.records import RequestRecord, TokenLogprobs
+from treespark.serving.stats import Counted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "NEXT_STATES",
+    "Request",
+    "RequestOutput",
+    "RequestState",
+    "SamplingParams",
+    "Scheduler",
+    "Slot",
+]
 
 
 class RequestState(Enum):
@@ -32,52 +47,13 @@ NEXT_STATES = {
 }
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to decode one request.
-
-    max_tokens: most tokens to add, at least 1.  stop: strings that end the text and are cut from
-    it.  stop_token_ids: ids that end the output like an end-of-sequence id.  ignore_eos: do not
-    end at the target's own end-of-sequence ids (`stop_token_ids` still count).
-    temperature: 0, which is greedy decoding.  Raises UsageError naming the field.
-    """
-
-    max_tokens: int = 128
-    stop: str | tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    temperature: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Bring the fields to their stored types and refuse what cannot work."""
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stops)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if not _is_int(self.max_tokens) or self.max_tokens < 1:
-            raise UsageError(f"max_tokens {self.max_tokens!r}: allowed: integers of at least 1")
-        if any(not isinstance(stop, str) or not stop for stop in stops):
-            raise UsageError(f"stop {list(stops)!r}: allowed: non-empty strings")
-        if any(not _is_int(token) or token < 0 for token in self.stop_token_ids):
-            raise UsageError(
-                f"stop_token_ids {list(self.stop_token_ids)!r}: allowed: integers of at least 0"
-            )
-        if self.temperature != 0:
-            raise UsageError(
-                f"temperature {self.temperature!r}: only greedy decoding so far, allowed: 0"
-            )
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 @dataclass(eq=False)
 class Request:
     """One prompt and its growing answer.
 
-    The caller gives the first three fields and `Engine.add` the next four. Everything below them
-    has one writer, `treespark.serving.commit.commit`; length is the number of tokens in front of
-    the anchor, which is also the anchor's position.
+    The caller gives the first three fields and `Engine.add` the next five; `counted` belongs to the
+    engine's totals. Everything below has one writer, `treespark.serving.commit.commit`; length is
+    the number of tokens in front of the anchor, which is also the anchor's position.
     """
 
     request_id: str
@@ -87,10 +63,13 @@ class Request:
     state: RequestState = RequestState.WAITING
     stop_ids: frozenset[int] = frozenset()
     max_output_len: int = 0
+    seed: int = 0
     text: TextStream = field(default_factory=lambda: TextStream(None))
+    counted: Counted = field(default_factory=Counted)
 
     record: RequestRecord = field(default_factory=lambda: RequestRecord(0, 0.0))
     output_token_ids: list[int] = field(default_factory=list)
+    output_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     length: int = 0
@@ -110,10 +89,11 @@ class Request:
 class RequestOutput:
     """The answer so far; nothing in it is taken back later.
 
-    token_ids: a stop id that ended the output is in it, the tokens of a stop string are not.
-    text: decoded token_ids, without the stop, special tokens and an unfinished last character.
-    finish_reason: "stop", "length" or None while running.  stop_reason: the id or string that
-    stopped it.  metrics: the request's own record.
+    token_ids: a stop id that ended the output is in it, the tokens of a stop string are not, unless
+    they were to be kept.  text: decoded token_ids, without the stop, special tokens and an
+    unfinished last character.  finish_reason: "stop", "length" or None while running.  stop_reason:
+    the id or string that stopped it.  metrics: the request's own record, which goes on counting.
+    logprobs: one entry per token id, None unless asked for.
     """
 
     request_id: str
@@ -123,6 +103,7 @@ class RequestOutput:
     finish_reason: str | None
     stop_reason: int | str | None
     metrics: RequestRecord
+    logprobs: list[TokenLogprobs] | None = None
 
     @classmethod
     def of(cls, request: Request) -> RequestOutput:
@@ -138,6 +119,7 @@ class RequestOutput:
             request.finish_reason,
             request.stop_reason,
             request.record,
+            None if request.params.logprobs is None else request.output_logprobs[:num_tokens],
         )
 
 
@@ -146,13 +128,42 @@ class Slot:
     """One row of the KV cache and who holds it.
 
     kv_length, draft_length: leading rows of the target's and of the drafter's cache that hold
-    committed tokens.
+    committed tokens.  last: whose tokens, while they are not the request's: those of the last
+    holder stay until the next one has looked them through, which clears `is_fresh`.  released: the
+    order in which slots became free.
     """
 
     index: int
     request: Request | None = None
     kv_length: int = 0
     draft_length: int = 0
+    last: Request | None = None
+    is_fresh: bool = False
+    released: int = 0
+
+    def begin(self, kv_length: int, draft_length: int) -> None:
+        """Start on the request with this many rows of its prompt in place."""
+        self.kv_length, self.draft_length = kv_length, draft_length
+        self.last, self.is_fresh = None, False
+
+    def cached_ids(self) -> list[int]:
+        """Return the token ids of the rows in the target's cache."""
+        owner = self.last or self.request
+        if owner is None:
+            return []
+        return (owner.prompt_token_ids + owner.output_token_ids)[: self.kv_length]
+
+
+def common_length(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return how many leading items are equal."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 class Scheduler:
@@ -164,6 +175,7 @@ class Scheduler:
         self.slots = [Slot(index) for index in range(num_slots)]
         # Slots in the order in which their requests arrived.
         self._held: list[Slot] = []
+        self._num_released = 0
 
     @property
     def has_work(self) -> bool:
@@ -177,16 +189,19 @@ class Scheduler:
         )
 
     def fill_slots(self, now_s: float) -> None:
-        """Hand free slots to waiting requests, lowest slot first."""
-        for slot in self.slots:
-            if not self.waiting:
-                return
-            if slot.request is None:
-                request = self.waiting.popleft()
-                request.move_to(RequestState.PREFILL)
-                request.record.admitted_s = now_s
-                slot.request, slot.kv_length, slot.draft_length = request, 0, 0
-                self._held.append(slot)
+        """Hand free slots to waiting requests: the one that holds most of the prompt, else the one
+        that is free for longest."""
+        free = [slot for slot in self.slots if slot.request is None]
+        while free and self.waiting:
+            request = self.waiting.popleft()
+            prompt = request.prompt_token_ids
+            shared = {slot.index: common_length(prompt, slot.cached_ids()) for slot in free}
+            slot = max(free, key=lambda one: (shared[one.index], -one.released))
+            request.move_to(RequestState.PREFILL)
+            request.record.admitted_s = now_s
+            slot.request, slot.is_fresh = request, True
+            self._held.append(slot)
+            free.remove(slot)
 
     def in_state(self, state: RequestState) -> list[tuple[Slot, Request]]:
         """Return the slots whose request is in `state`, earliest arrival first."""
@@ -196,7 +211,10 @@ class Scheduler:
         """Free a slot; its request ends in `state`."""
         assert slot.request is not None
         slot.request.move_to(state)
-        slot.request = None
+        if not slot.is_fresh:
+            slot.last = slot.request
+        self._num_released += 1
+        slot.request, slot.is_fresh, slot.released = None, False, self._num_released
         self._held.remove(slot)
 
     def abort(self, request_id: str) -> bool:

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from treespark.target.padded import PaddedPlan, padded_attention
+
 if TYPE_CHECKING:
     from treespark.target.kv_cache import TargetState
 
@@ -100,7 +102,7 @@ def rows_attention(
     attention_mask: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
-    treespark_plan: AttentionPlan | None = None,
+    treespark_plan: AttentionPlan | PaddedPlan | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Attend in one layer; transformers calls it with query, key, value [1, heads, sum T, D].
@@ -108,6 +110,9 @@ def rows_attention(
     Writes the rows' keys and values into the plan's state and returns ([1, sum T, Hq, D], None).
     """
     assert treespark_plan is not None, "the target's attention runs only inside TargetModel"
+    if isinstance(treespark_plan, PaddedPlan):
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        return padded_attention(layer, query, key, value, scaling, treespark_plan), None
     state, outputs = treespark_plan.state, []
     for span in treespark_plan.spans:
         query_rows = query.narrow(2, span.offset, span.length)

@@ -103,7 +103,10 @@ def load_config(path: Path) -> Any:
 
 
 def load_weights(path: Path, config: Any, dtype: torch.dtype) -> Any:
-    """Return the causal LM with our attention. Raises UsageError when tensors do not fit."""
+    """Return the causal LM with our attention.
+
+    Raises UsageError when tensors do not fit or hold NaN or infinity.
+    """
     from transformers import AutoModelForCausalLM
 
     with _quiet():
@@ -125,6 +128,10 @@ def load_weights(path: Path, config: Any, dtype: torch.dtype) -> Any:
                 f"target {path}: cannot load the weights: {_one_line(error)}"
             ) from None
     _check_tensors(path, info)
+    for name, parameter in model.named_parameters():
+        # One pass over the memory: a sum keeps every NaN and infinity.
+        if not parameter.detach().sum(dtype=torch.float32).isfinite():
+            raise UsageError(f"target {path}: {name} holds NaN or infinite values")
     return model
 
 

@@ -37,7 +37,11 @@ class TargetState(Protocol):
 
 
 class KVCache:
-    """Per layer one key and one value tensor [num_slots, H, max_len, D], not initialised."""
+    """Per layer one key and one value tensor [num_slots, H, max_len, D].
+
+    zeroed: False leaves them uninitialised. Needed for `write_rows`, which returns rows that nobody
+    has written: attention hides them, but what is hidden has to be a number.
+    """
 
     def __init__(
         self,
@@ -49,12 +53,14 @@ class KVCache:
         *,
         dtype: torch.dtype,
         device: torch.device | str,
+        zeroed: bool = False,
     ) -> None:
         self.num_slots = num_slots
         self.max_len = max_len
         shape = (num_slots, num_heads, max_len, head_dim)
-        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        make = torch.zeros if zeroed else torch.empty
+        self.keys = [make(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.values = [make(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
     def write(
         self, layer: int, slot: int, start: int, keys: Tensor, values: Tensor
@@ -66,6 +72,32 @@ class KVCache:
         all_keys.narrow(2, start, num_rows).copy_(keys)
         all_values.narrow(2, start, num_rows).copy_(values)
         return all_keys, all_values
+
+    def write_rows(
+        self,
+        layer: int,
+        slots: Tensor,
+        starts: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        num_columns: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Store tentative rows [R, H, T, D] of several slots; return [R, H, num_columns, D].
+
+        slots, starts: [R] int64.  Row t of request i goes to starts[i] + t of slots[i]. The result
+        holds each slot's first num_columns rows, whoever wrote them.
+        """
+        rows = starts[:, None] + torch.arange(keys.shape[2], device=starts.device)
+        stored = []
+        for cache, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            cache[slots[:, None], :, rows] = new.transpose(1, 2)
+            stored.append(cache.narrow(2, 0, num_columns).index_select(0, slots))
+        return stored[0], stored[1]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` rows of one slot to another, in all layers."""
+        for rows in (*self.keys, *self.values):
+            rows[target, :, :length] = rows[source, :, :length]
 
     def commit(self, slots: list[int], lengths: list[int], paths: list[list[int]]) -> None:
         """Move row lengths[i] + paths[i][j] of slots[i] to lengths[i] + j, in all layers.

@@ -30,6 +30,7 @@ from treespark.target.folder import (
     load_weights,
 )
 from treespark.target.kv_cache import KVCache, TargetState
+from treespark.target.padded import PaddedPlan, padded_plan
 from treespark.target.template import open_tokenizer
 
 if TYPE_CHECKING:
@@ -72,7 +73,10 @@ class RowsOutput:
 
 @dataclass
 class VerifyOutput:
-    """Results at every node: logits [R, N + 1, V] float32, features [R, N + 1, m * H]; pads 0."""
+    """Results at every node: logits [R, N + 1, V] float32, features [R, N + 1, m * H].
+
+    Pads are 0, or finite and meaningless where the target `runs_padding`.
+    """
 
     logits: Tensor
     features: Tensor
@@ -111,6 +115,10 @@ class TargetModel:
             getattr(self.config, "head_dim", None) or self.hidden_size // num_heads
         )
         self._groups = num_heads // self._num_kv_heads
+        # Whether trees are verified as a rectangle, their padding computed like nodes. That keeps
+        # shapes few and spares a round the wait for the numbers of nodes; a CPU would pay for every
+        # row and column.
+        self.runs_padding = self.device.type != "cpu"
         self._tapped: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
         if prepack:
@@ -191,10 +199,11 @@ class TargetModel:
             self._head_dim,
             dtype=self.dtype,
             device=self.device,
+            zeroed=self.runs_padding,
         )
 
     def _run(
-        self, token_ids: Tensor, position_ids: Tensor, plan: AttentionPlan
+        self, token_ids: Tensor, position_ids: Tensor, plan: AttentionPlan | PaddedPlan
     ) -> tuple[Tensor, Tensor]:
         """Features [n, m * H] and last hidden [n, H] of n packed rows."""
         self._tapped.clear()
@@ -272,8 +281,10 @@ class TargetModel:
         """Run every request's tree behind the committed rows `lengths[i]` of its `slots[i]`.
 
         A node sees the committed rows and its ancestors, at position lengths[i] + depth. Its rows
-        stay tentative in the cache until commit.  Source: TreeSpark A.3.
+        stay tentative in the cache until commit. See `runs_padding`.  Source: TreeSpark A.3.
         """
+        if self.runs_padding:
+            return self._verify_padded(tree, cache, slots, lengths)
         counts = (tree.num_nodes + 1).tolist()
         masks = tree.ancestor_mask()
         positions = tree.position_ids(torch.tensor(lengths, device=tree.tokens.device))
@@ -291,6 +302,21 @@ class TargetModel:
         width = tree.tokens.shape[1]
         return VerifyOutput(
             _padded(out.logits, counts, width), _padded(out.features, counts, width)
+        )
+
+    @torch.no_grad()
+    def _verify_padded(
+        self, tree: PackedTree, cache: TargetState, slots: list[int], lengths: list[int]
+    ) -> VerifyOutput:
+        """`verify` as one rectangle of all slots of all trees."""
+        assert isinstance(cache, KVCache)
+        mask = tree.ancestor_mask()
+        plan = padded_plan(mask, cache, slots, lengths, self._groups, self.dtype)
+        positions = tree.position_ids(plan.starts)
+        features, hidden = self._run(tree.tokens.flatten(), positions.flatten(), plan)
+        logits, shape = self.logits(hidden), tree.tokens.shape
+        return VerifyOutput(
+            logits.view(*shape, logits.shape[-1]), features.reshape(*shape, features.shape[-1])
         )
 
     def commit(

@@ -19,6 +19,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from treespark.data.jsonl import check_folder
@@ -76,13 +77,14 @@ def save(
 ) -> Path:
     """Write the state after `step` steps, drop all but the newest `keep`; return its folder.
 
-    One process writes to `root` at a time. What a killed one left half-written is removed.
+    One process writes to `root` at a time. What a killed one left half-written is removed. Raises
+    UsageError, with all older ones in place, where it cannot be written, as on a full disk.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    _remove_hidden(root)
     partial, final = root / f"{_HIDDEN}{step:08d}", root / f"step-{step:08d}"
-    partial.mkdir()
     try:
+        root.mkdir(parents=True, exist_ok=True)
+        _remove_hidden(root)
+        partial.mkdir()
         save_file(weights, str(partial / _MODEL))
         save_file(optimizer, str(partial / _OPTIMIZER))
         state = {
@@ -100,6 +102,12 @@ def save(
             _remove(final)
         os.rename(partial, final)
         _sync(root)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"checkpoint {final}: cannot be written: {reason}; older ones are untouched, make room "
+            "and go on from them"
+        ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     for old in saved_steps(root)[:-keep]:
@@ -163,6 +171,8 @@ def _read_state(folder: Path) -> dict[str, Any]:
         raise _damaged(path, "checksum differs")
     if found != _FORMAT:
         raise UsageError(f"checkpoint {path}: format {found}, allowed {_FORMAT}")
+    if folder.name != f"step-{state['step']:08d}":
+        raise _damaged(path, f"it is that of step {state['step']}")
     return dict(state)
 
 

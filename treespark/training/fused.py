@@ -3,10 +3,11 @@
 
 The plain forms are losses.cross_entropy_rows, losses.soft_cross_entropy_rows and losses.l1_rows on
 [n, V] tensors; here no float32 tensor is larger than [chunk_rows, V]. Matrix products run over
-BLOCK_ROWS rows at a time in the weights' dtype (few rows would read the whole head for little
-work), everything else over chunk_rows rows, which stay in the processor's cache.
+blocks of rows (row_blocks.py) in the weights' dtype, everything else over chunk_rows rows, which
+stay in the processor's cache.
 
-Shapes: n rows, u unique teacher positions, H hidden size, r Markov rank, V vocabulary.
+Shapes: n rows, m shared rows, u unique teacher positions, H hidden size, r Markov rank, V
+vocabulary.
 Source: algorithms 2.2 and 7.17 (one pass for both losses); the gradients follow from softmax:
 d CE / dz = q - onehot(label), or q - p for a soft one;  d L1 / dz = q * (s - sum(q * s)) with s =
 sign(q - p).
@@ -15,16 +16,25 @@ sign(q - p).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from treespark.errors import UsageError
+from treespark.training.row_blocks import Block, RowPlan, plan_rows
 
-# rows of one matrix product: two [512, V] tensors in the weights' dtype are alive at most
-BLOCK_ROWS = 512
+
+class VocabLosses(NamedTuple):
+    """ce [n], l1 [n]; of shared rows, if any, the base logits [m, V] and, where there is a teacher,
+    its logits [m, V], both in the weights' dtype.  The teacher's have no gradient.
+    """
+
+    ce: Tensor
+    l1: Tensor
+    base: Tensor | None
+    teacher: Tensor | None
 
 
 def vocab_losses(
@@ -52,6 +62,25 @@ def vocab_losses(
     weights' dtype ([n, V] + [u, V]), with identical results.
     Raises UsageError on chunk_rows < 1 or on half of a pair of options.
     """
+    rows = (hidden, latent, head_weight, w2, teacher_hidden, teacher_row, labels)
+    ce, l1, *_ = _apply(rows, chunk_rows, keep_logits, None)
+    return ce, l1
+
+
+def vocab_losses_sharing(*rows: Tensor | None, shared: Tensor, chunk_rows: int = 32) -> VocabLosses:
+    """Return the losses of `vocab_losses` with keep_logits=True, and logits of the rows `shared`.
+
+    rows: its first seven arguments.  shared [m] int64, each row at most once. Who computes more
+    from their base logits saves two products with the head: a gradient that comes back joins the
+    row's own.
+    """
+    return VocabLosses(*_apply(rows, chunk_rows, True, shared))
+
+
+def _apply(
+    rows: tuple[Tensor | None, ...], chunk_rows: int, keep_logits: bool, shared: Tensor | None
+) -> Any:
+    hidden, latent, _, w2, teacher_hidden, teacher_row, labels = rows
     if chunk_rows < 1:
         raise UsageError(f"chunk_rows {chunk_rows}: need at least 1 row")
     if (latent is None) != (w2 is None):
@@ -60,62 +89,10 @@ def vocab_losses(
         raise UsageError("teacher_hidden and teacher_row: give both or neither")
     if labels is None and teacher_row is None:
         raise UsageError("labels: give them, or the teacher instead")
-    teacher = (teacher_hidden, teacher_row)
+    assert hidden is not None
     # dtypes are those of the arguments, also inside an autocast region
     with torch.autocast(hidden.device.type, enabled=False):
-        ce, l1 = _VocabLosses.apply(
-            hidden, latent, head_weight, w2, *teacher, labels, chunk_rows, keep_logits
-        )
-    return ce, l1
-
-
-@dataclass
-class _Block:
-    """Rows start..stop in teacher order, and the teacher rows first..last they use."""
-
-    rows: Tensor
-    start: int
-    stop: int
-    first: int
-    last: int
-
-
-@dataclass
-class _Plan:
-    """Everything about the rows that both passes share; row order is by teacher row."""
-
-    order: Tensor
-    labels: Tensor | None
-    teacher_row: Tensor | None
-    blocks: list[_Block]
-
-    def labels_of(self, block: _Block, part: slice) -> Tensor | None:
-        """Labels [c, 1] of a chunk."""
-        if self.labels is None:
-            return None
-        return self.labels[block.start + part.start : block.start + part.stop].unsqueeze(-1)
-
-
-def _plan(hidden: Tensor, labels: Tensor | None, teacher_row: Tensor | None) -> _Plan:
-    num_rows = hidden.shape[0]
-    if teacher_row is None:
-        order = torch.arange(num_rows, device=hidden.device)
-        sorted_rows = None
-    else:
-        order = teacher_row.argsort(stable=True)
-        sorted_rows = teacher_row[order]
-    starts = range(0, num_rows, BLOCK_ROWS)
-    stops = [min(start + BLOCK_ROWS, num_rows) for start in starts]
-    borders = [0] * (2 * len(stops))
-    if sorted_rows is not None and stops:
-        # the only transfer to the host: two integers per block
-        index = [i for start, stop in zip(starts, stops, strict=True) for i in (start, stop - 1)]
-        borders = sorted_rows[index].tolist()
-    blocks = [
-        _Block(order[start:stop], start, stop, borders[2 * i], borders[2 * i + 1])
-        for i, (start, stop) in enumerate(zip(starts, stops, strict=True))
-    ]
-    return _Plan(order, None if labels is None else labels[order], sorted_rows, blocks)
+        return _VocabLosses.apply(*rows, chunk_rows, keep_logits, shared)
 
 
 @dataclass
@@ -130,7 +107,7 @@ class _Inputs:
     def dtype(self) -> torch.dtype:
         return torch.float64 if self.head.dtype == torch.float64 else torch.float32
 
-    def block_logits(self, block: _Block) -> tuple[Tensor, Tensor | None]:
+    def block_logits(self, block: Block) -> tuple[Tensor, Tensor | None]:
         """Base logits [rows, V] and teacher logits [last - first + 1, V], weights' dtype."""
         base = self.hidden[block.rows].to(self.head.dtype) @ self.head.T
         if self.teacher_hidden is None:
@@ -138,7 +115,7 @@ class _Inputs:
         states = self.teacher_hidden[block.first : block.last + 1]
         return base, states.to(self.head.dtype) @ self.head.T
 
-    def block_latent(self, block: _Block) -> Tensor | None:
+    def block_latent(self, block: Block) -> Tensor | None:
         if self.latent is None or self.w2 is None:
             return None
         return self.latent[block.rows].to(self.w2.dtype)
@@ -171,9 +148,11 @@ class _VocabLosses(torch.autograd.Function):
         labels: Tensor | None,
         chunk_rows: int,
         keep_logits: bool,
-    ) -> tuple[Tensor, Tensor]:
+        shared: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
         inputs = _Inputs(hidden, latent, head_weight, w2, teacher_hidden)
-        plan = _plan(hidden, labels, teacher_row)
+        plan = plan_rows(hidden, labels, teacher_row, shared)
+        base_out, teacher_out = _shared_outputs(inputs, shared)
         num_rows = hidden.shape[0]
         # in teacher order until the end
         ce = hidden.new_zeros(num_rows, dtype=inputs.dtype)
@@ -190,6 +169,7 @@ class _VocabLosses(torch.autograd.Function):
             outputs = (ce[part], l1[part], normalisers[part])
             _forward_block(inputs, plan, block, logits, norm, chunk_rows, outputs)
             teacher_normalisers.append(norm)
+            _share(plan, block, logits, base_out, teacher_out)
             if keep_logits:
                 kept.append(logits)
         ctx.save_for_backward(hidden, latent, head_weight, w2, teacher_hidden)
@@ -197,13 +177,17 @@ class _VocabLosses(torch.autograd.Function):
         ctx.normalisers, ctx.teacher_normalisers = normalisers, teacher_normalisers
         unsorted = (torch.empty_like(ce), torch.empty_like(ce))
         unsorted[0][plan.order], unsorted[1][plan.order] = ce, l1
-        return unsorted
+        if teacher_out is not None:
+            ctx.mark_non_differentiable(teacher_out)
+        return (*unsorted, base_out, teacher_out)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_ce: Tensor, grad_l1: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_ce: Tensor, grad_l1: Tensor, grad_base: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         inputs = _Inputs(*ctx.saved_tensors)
-        plan: _Plan = ctx.plan
+        plan: RowPlan = ctx.plan
         sums = _GradientSums.zeros_for(inputs, ctx.needs_input_grad)
         upstream = (grad_ce[plan.order], grad_l1[plan.order])
         with torch.autocast(grad_ce.device.type, enabled=False):
@@ -212,30 +196,68 @@ class _VocabLosses(torch.autograd.Function):
                 part = slice(block.start, block.stop)
                 scalars = (upstream[0][part], upstream[1][part], ctx.normalisers[part])
                 norm = ctx.teacher_normalisers[i]
-                _backward_block(inputs, plan, block, logits, norm, ctx.chunk_rows, scalars, sums)
-        return (*sums.as_inputs(inputs), None, None, None, None, None)
+                # logits that are computed anew for this pass make room for their gradients
+                grads = torch.empty_like(logits[0]) if ctx.kept else logits[0]
+                _backward_block(
+                    inputs, plan, block, logits, norm, ctx.chunk_rows, scalars, sums, grads
+                )
+                if sums.hidden is not None:
+                    if grad_base is not None:
+                        grads.index_add_(0, block.shared, grad_base[block.slots])
+                    sums.hidden[block.rows] = (grads @ inputs.head).to(sums.hidden.dtype)
+        return (*sums.as_inputs(inputs), None, None, None, None, None, None)
 
 
-def _chunks(block: _Block, chunk_rows: int) -> list[slice]:
+def _shared_outputs(inputs: _Inputs, shared: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Room for the logits of the shared rows: the drafter's base and, if there is one, the
+    teacher's.
+    """
+    if shared is None:
+        return None, None
+    base = inputs.head.new_empty(shared.shape[0], inputs.head.shape[0])
+    return base, None if inputs.teacher_hidden is None else torch.empty_like(base)
+
+
+def _share(
+    plan: RowPlan,
+    block: Block,
+    logits: tuple[Tensor, Tensor | None],
+    base_out: Tensor | None,
+    teacher_out: Tensor | None,
+) -> None:
+    """Copy the logits of a block's shared rows to their slots."""
+    base, teacher = logits
+    if base_out is not None:
+        base_out[block.slots] = base[block.shared]
+    if teacher_out is not None and teacher is not None:
+        assert plan.teacher_row is not None
+        rows = plan.teacher_row[block.start + block.shared] - block.first
+        teacher_out[block.slots] = teacher[rows]
+
+
+def _chunks(block: Block, chunk_rows: int) -> list[slice]:
     """Slices relative to the block."""
     size = block.stop - block.start
     return [slice(i, min(i + chunk_rows, size)) for i in range(0, size, chunk_rows)]
 
 
 def _fill_teacher(
-    out: Tensor, plan: _Plan, block: _Block, part: slice, teacher: Tensor, norm: Tensor
+    out: Tensor, plan: RowPlan, block: Block, part: slice, teacher: Tensor, norm: Tensor
 ) -> None:
     """out [c, V] <- log p of the chunk's rows."""
     assert plan.teacher_row is not None
     rows = plan.teacher_row[block.start + part.start : block.start + part.stop] - block.first
-    out.copy_(teacher[rows])
+    if teacher.dtype == out.dtype:
+        torch.index_select(teacher, 0, rows, out=out)
+    else:
+        out.copy_(teacher[rows])
     out.sub_(norm[rows].unsqueeze(-1))
 
 
 def _forward_block(
     inputs: _Inputs,
-    plan: _Plan,
-    block: _Block,
+    plan: RowPlan,
+    block: Block,
     logits: tuple[Tensor, Tensor | None],
     norm: Tensor | None,
     chunk_rows: int,
@@ -306,21 +328,22 @@ class _GradientSums:
 
 def _backward_block(
     inputs: _Inputs,
-    plan: _Plan,
-    block: _Block,
+    plan: RowPlan,
+    block: Block,
     logits: tuple[Tensor, Tensor | None],
     norm: Tensor | None,
     chunk_rows: int,
     scalars: tuple[Tensor, Tensor, Tensor],
     sums: _GradientSums,
+    grads: Tensor,
 ) -> None:
+    """Fill grads [rows, V], which may be the base logits themselves; add to the Markov sums."""
     grad_ce, grad_l1, normalisers = (s.unsqueeze(-1) for s in scalars)
     base, teacher = logits
     latent = inputs.block_latent(block)
     size = (min(chunk_rows, base.shape[0]), base.shape[1])
     logits_buffer = base.new_empty(size, dtype=inputs.dtype)
     sign_buffer = torch.empty_like(logits_buffer)
-    grads = torch.empty_like(base)
     for part in _chunks(block, chunk_rows):
         width = part.stop - part.start
         q, sign = logits_buffer[:width], sign_buffer[:width]
@@ -343,13 +366,11 @@ def _backward_block(
             q.addcmul_(sign.exp_(), grad_ce[part], value=-1)
         grads[part] = q
         _add_markov_gradients(inputs, block, part, q, latent, sums)
-    if sums.hidden is not None:
-        sums.hidden[block.rows] = (grads @ inputs.head).to(sums.hidden.dtype)
 
 
 def _add_markov_gradients(
     inputs: _Inputs,
-    block: _Block,
+    block: Block,
     part: slice,
     grad: Tensor,
     latent: Tensor | None,

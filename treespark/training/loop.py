@@ -31,6 +31,7 @@ from treespark.data.batches import (
 from treespark.data.features import FeatureSource, feature_source
 from treespark.data.interrupt import StopRequest
 from treespark.training import checkpoint, setup
+from treespark.training.best import BestDrafter
 from treespark.training.evaluate import simulated_acceptance
 from treespark.training.losses import combine
 from treespark.training.metrics import MetricsLog, StepSums
@@ -72,6 +73,7 @@ class _Run:
     holdout: list[Row]
     settings: dict[str, Any]
     total_steps: int
+    best: BestDrafter | None
 
 
 def train(recipe: Recipe, *, resume: str = "auto") -> Path:
@@ -86,13 +88,17 @@ def train(recipe: Recipe, *, resume: str = "auto") -> Path:
     setup.check(recipe)
     devices.seed_everything(recipe.train.seed)
     target = setup.load_target(recipe)
+    rows, holdout = _rows(recipe, target)
+    drafter = setup.new_drafter(recipe, target, rows + holdout)
+    settings = setup.settings(recipe, target, rows)
+    decodes = recipe.train.decode_every > 0
+    best = BestDrafter(recipe, target, holdout, settings) if decodes else None
+    # All that input can be wrong about is known: only now is anything made.
     with (
         join(target.device) as ranks,
         setup.output_folder(recipe, ranks),
         contextlib.ExitStack() as open_until_the_end,
     ):
-        rows, holdout = _rows(recipe, target)
-        drafter = setup.new_drafter(recipe, target, rows + holdout)
         run = _Run(
             recipe,
             ranks,
@@ -101,8 +107,9 @@ def train(recipe: Recipe, *, resume: str = "auto") -> Path:
             open_until_the_end.enter_context(feature_source(target, recipe.data, rows + holdout)),
             rows,
             holdout,
-            setup.settings(recipe, target, rows),
+            settings,
             setup.total_steps(recipe, len(rows)),
+            best,
         )
         return _train(run, resume)
 
@@ -114,6 +121,8 @@ def _train(run: _Run, resume: str) -> Path:
     if found is not None:
         run.updates.restore(found.weights, found.optimizer, lambda: _first_loss(run, first))
     logger.info("%s: steps %d to %d, %d rows", output, first, run.total_steps, len(run.rows))
+    if run.best is not None and run.ranks.is_first:
+        run.best.resume(memory.get("best"))
     # Nobody writes before all have read.
     run.ranks.wait()
     metrics = MetricsLog(output / "metrics.jsonl", first_step=first) if run.ranks.is_first else None
@@ -146,18 +155,23 @@ def _steps(run: _Run, first: int, memory: dict[str, Any], log: MetricsLog | None
                 bar.set_postfix({name: f"{outcome[name]:.3f}" for name in shown})
             if train.eval_every and (done % train.eval_every == 0 or done == total):
                 _evaluate(run, step, log)
+            if train.decode_every and (done % train.decode_every == 0 or done == total):
+                _decode(run, step, log)
             # One rank may have been signalled: all stop at the same step.
             stopping = run.ranks.any(bool(stop))
             if stopping or done % train.save_every == 0 or done == total:
-                _save(run, done, {"skipped": skipped}, log)
+                _save(run, done, skipped, log)
             if stopping and done < total:
                 logger.warning("stopped after step %d of %d; run it again to go on", done, total)
                 raise SystemExit(stop.exit_code if stop else _STOPPED_WITH_OTHERS)
 
 
-def _save(run: _Run, done: int, memory: dict[str, Any], log: MetricsLog | None) -> None:
+def _save(run: _Run, done: int, skipped: int, log: MetricsLog | None) -> None:
     weights, optimizer = run.updates.state()
     if log is not None:
+        memory: dict[str, Any] = {"skipped": skipped}
+        if run.best is not None:
+            memory["best"] = run.best.record
         log.sync()
         root = run.recipe.output.dir
         checkpoint.save(root, done, weights, optimizer, settings=run.settings, memory=memory)
@@ -171,6 +185,7 @@ def _rows(recipe: Recipe, target: TargetModel) -> tuple[list[Row], list[Row]]:
         block_size=recipe.drafter.block_size,
         vocab_size=target.vocab_size,
         max_context=target.max_context,
+        fingerprint=target.fingerprint,
     )
     for reason, count in dropped.items():
         logger.info("dropped %d rows: %s", count, reason)
@@ -276,3 +291,13 @@ def _evaluate(run: _Run, step: int, log: MetricsLog | None) -> None:
     logger.info("held-out acceptance length: %s", {k: round(v, 3) for k, v in lengths.items()})
     if log is not None:
         log.add(step, {f"acceptance/{name}": value for name, value in lengths.items()})
+
+
+def _decode(run: _Run, step: int, log: MetricsLog | None) -> None:
+    """Log the acceptance length of really decoding held-out prompts; keep the best drafter."""
+    assert run.best is not None
+    with run.updates.whole_weights():
+        if log is not None:
+            acceptance = run.best.judge(run.drafter, step + 1)
+            log.add(step, {"decode/acceptance": acceptance})
+    run.ranks.wait()

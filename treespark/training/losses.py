@@ -18,7 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from treespark.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 # added to every denominator: paper B.4
 NORMALISER_EPS = 1e-6
@@ -56,21 +56,17 @@ def combine(
     weights: Mapping[str, float],
     *,
     world_size: int = 1,
-    all_reduce: Callable[[Tensor], Tensor] | None = None,
     denominators: Mapping[str, Tensor] | None = None,
     accumulation_steps: int = 1,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the weighted total of globally normalised terms, and each term's detached value.
 
-    Each term becomes numerator / (D + 1e-6) with D the denominator summed over ranks. `all_reduce`
-    maps a 1-D tensor of local denominators to their sum over ranks; it is called once, with the
-    terms in the order of `terms`, also when every local denominator is 0, so ranks cannot hang.
-    `denominators` gives D per term instead (summed over ranks and over the micro-batches of the
-    optimizer step). The total is multiplied by world_size * accumulation_steps because the reducer
-    averages over ranks and the engine divides by the accumulation count; pass the count only
-    together with step-global denominators. A weight of 0 keeps its term out of the graph. Values
-    are this rank's shares, not multiplied: their sum over ranks (and over micro-batches, if
-    denominators are step-global) is the loss of the whole step.
+    Each term becomes numerator / (D + 1e-6). `denominators` gives D per term, summed over ranks and
+    over the micro-batches of the optimizer step; without it D is the term's own. The total is
+    multiplied by world_size * accumulation_steps because the reducer averages over ranks and the
+    engine divides by the accumulation count; pass these counts only together with denominators of
+    the whole step. A weight of 0 keeps its term out of the graph. Values are this rank's shares,
+    not multiplied: their sum over ranks and micro-batches is the loss of the whole step.
     Raises UsageError if a term has no weight.  Source: TreeSpark B.4.
     """
     for name in terms:
@@ -79,9 +75,7 @@ def combine(
     if not terms:
         raise UsageError("losses: no term to combine")
     if denominators is None:
-        local = torch.stack([term.denominator.detach() for term in terms.values()])
-        reduced = local if all_reduce is None else all_reduce(local)
-        denominators = dict(zip(terms, reduced.unbind(), strict=True))
+        denominators = {name: term.denominator.detach() for name, term in terms.items()}
     values = {name: normalise(t.numerator, denominators[name]) for name, t in terms.items()}
     active = [weights[name] * value for name, value in values.items() if weights[name] != 0]
     # no active term: a zero without a graph

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from treespark.data.jsonl import iter_jsonl, write_atomic
+from treespark.data.jsonl import iter_jsonl, named_if_full, write_atomic
 from treespark.errors import UsageError
 from treespark.training.losses import normalise
 
@@ -70,16 +70,23 @@ class MetricsLog:
     def __init__(self, path: Path, *, first_step: int) -> None:
         kept = [line for line in read_metrics(path) if line["step"] < first_step]
         write_atomic(path, [_encode(line) for line in kept])
-        self._file = path.open("ab")
+        self._path = path
+        self._file = path.open("ab", buffering=0)
 
     def add(self, step: int, values: dict[str, Any]) -> None:
-        """Write one line; numbers that are not finite become null, which JSON can say."""
-        self._file.write(_encode({"step": step, **values}))
-        self._file.flush()
+        """Write one line; numbers that are not finite become null, which JSON can say.
+
+        Raises UsageError where the disk is full.
+        """
+        line = _encode({"step": step, **values})
+        with named_if_full(self._path):
+            while line:
+                line = line[self._file.write(line) :]
 
     def sync(self) -> None:
         """Wait until every line is on the disk, as a checkpoint that counts on them needs."""
-        os.fsync(self._file.fileno())
+        with named_if_full(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from treespark.training.diagnostics import overlap_per_depth
-from treespark.training.fused import vocab_losses
+from treespark.training.fused import VocabLosses, vocab_losses, vocab_losses_sharing
 from treespark.training.losses import (
     LossTerm,
     base_terms,
@@ -29,6 +29,7 @@ from treespark.training.replay import (
     depth_logits,
     plan_replay,
     teacher_from_hidden,
+    teacher_from_logits,
     tree_terms,
 )
 
@@ -52,8 +53,12 @@ class Objective:
     coverage: CoverageSettings
     confidence_stop_gradient: bool = False
     chunk_rows: int = 32
-    # stored logits save a third of the time and cost [n + u, V] in the head's dtype
+    # stored logits save a third of the time, and trees use those of their blocks, too; they cost
+    # [n + u, V] in the head's dtype
     keep_logits: bool = False
+    # whether micro-batches have anchors that grow trees; where one has none by chance, the same
+    # modules are called with nothing, because with ZeRO 3 a module call is a collective one
+    grows_trees: bool = True
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ def plan_micro_batch(
     For a step of several micro-batches: each needs the denominators of all before its backward.
     """
     hidden = None
-    if _grows(micro.batch, weights):
+    if _grows(objective, weights):
         with torch.no_grad():
             hidden = _blocks(drafter, micro)
     return _plan(drafter, hidden, micro, objective, weights)
@@ -115,19 +120,20 @@ def micro_batch_terms(
     One backbone pass serves both kinds of loss and the target is not called. plan None makes it
     from that pass.
     """
-    hidden = _blocks(drafter, micro)
-    if plan is None:
-        plan = _plan(drafter, hidden.detach(), micro, objective, weights)
+    hidden, grows = _blocks(drafter, micro), micro.batch.tree_keep
     rows = _Rows.of(micro.batch, drafter.config.block_size)
-    terms, counters = {}, {}
-    if not weights.get("soft_ce") or weights["ce"] or weights["l1"] or weights["confidence"]:
-        terms, counters = _base(drafter, hidden, rows, micro.last_hidden, objective, weights)
-    if weights.get("soft_ce"):
+    shares = grows if objective.keep_logits and _grows(objective, weights) else None
+    terms, counters, shared = {}, {}, None
+    soft = bool(weights.get("soft_ce"))
+    if not soft or shares is not None or any(weights[n] for n in ("ce", "l1", "confidence")):
+        terms, counters, shared = _base(drafter, hidden, rows, shares, micro, objective, weights)
+    if soft:
         soft_terms, overlap = _soft(drafter, hidden, rows, micro, objective)
         terms, counters = terms | soft_terms, counters | overlap
+    if plan is None:
+        plan = _plan(drafter, hidden.detach(), micro, objective, weights, shared)
     if plan.replay is not None:
-        grows = micro.batch.tree_keep
-        terms |= tree_terms(plan.replay, _node_logits(drafter, hidden[grows], objective))
+        terms |= tree_terms(plan.replay, _node_logits(drafter, hidden[grows], objective, shared))
         counters |= plan.replay.diagnostics
     return MicroBatchTerms(terms, counters, plan)
 
@@ -137,8 +143,8 @@ def _blocks(drafter: AnyDrafter, micro: MicroBatch) -> Tensor:
     return drafter.training_blocks(batch.input_ids, micro.features, batch.anchors, batch.keep)
 
 
-def _grows(batch: Batch, weights: Mapping[str, float]) -> bool:
-    return bool((weights["survival"] or weights["coverage"]) and batch.tree_keep.any())
+def _grows(objective: Objective, weights: Mapping[str, float]) -> bool:
+    return bool((weights["survival"] or weights["coverage"]) and objective.grows_trees)
 
 
 def _plan(
@@ -147,20 +153,25 @@ def _plan(
     micro: MicroBatch,
     objective: Objective,
     weights: Mapping[str, float],
+    shared: _Shared | None = None,
 ) -> MicroBatchPlan:
     """Plan from block outputs [S, A, B, H] without a graph; None where no tree grows."""
     batch, depth = micro.batch, objective.policy.depth
     rows = _Rows.of(batch, drafter.config.block_size)
     replay, trees = None, {}
-    if _grows(batch, weights):
+    if _grows(objective, weights):
         assert hidden is not None
         grows = batch.tree_keep
-        positions = rows.flat_position()[grows]
+        if shared is not None and shared.teacher is not None:
+            teacher = teacher_from_logits(shared.teacher)
+        else:
+            states, positions = micro.last_hidden.flatten(0, 1), rows.flat_position()[grows]
+            teacher = teacher_from_hidden(states, positions, drafter.lm_head.weight)
         replay = plan_replay(
-            _node_logits(drafter, hidden[grows], objective),
+            _node_logits(drafter, hidden[grows], objective, shared),
             rows.parents[grows][:, 0],
             objective.policy,
-            teacher_from_hidden(micro.last_hidden.flatten(0, 1), positions, drafter.lm_head.weight),
+            teacher,
             rows.valid[grows][:, :depth],
             labels=rows.labels[grows][:, :depth],
             coverage=objective.coverage,
@@ -204,46 +215,82 @@ class _Rows:
         return self.position + (row * self.length).view(-1, 1, 1)
 
 
+@dataclass(frozen=True)
+class _Shared:
+    """Logits [T, B, V] of the anchors that grow trees: the drafter's base, and the teacher's."""
+
+    base: Tensor
+    teacher: Tensor | None
+
+
 def _base(
     drafter: AnyDrafter,
     hidden: Tensor,
     rows: _Rows,
-    last_hidden: Tensor,
+    shares: Tensor | None,
+    micro: MicroBatch,
     objective: Objective,
     weights: Mapping[str, float],
-) -> tuple[Terms, Terms]:
-    valid, head = rows.valid, drafter.markov_head
-    latent = None if head is None else head.latent(rows.parents, hidden)[valid]
-    row_weights = depth_weights(valid, objective.coverage.gamma)[valid]
+) -> tuple[Terms, Terms, _Shared | None]:
+    """Return the base losses, their diagnostics, and the logits of the blocks that share them.
+
+    shares [S, A] bool: computed at all depths, of which only the valid ones count here.
+    """
+    computed = rows.valid if shares is None else rows.valid | shares.unsqueeze(-1)
     with_teacher = bool(weights["l1"] or weights["confidence"])
+    found = _vocab_losses(drafter, hidden, rows, computed, shares, micro, objective, with_teacher)
+    shared = None
+    if shares is not None:
+        shape = (-1, rows.valid.shape[2])
+        teacher = None if found.teacher is None else found.teacher.unflatten(0, shape)
+        shared = _Shared(found.base.unflatten(0, shape), teacher)
+    row_weights = depth_weights(rows.valid, objective.coverage.gamma)[computed]
+    if not with_teacher:
+        return base_terms(found.ce, None, row_weights), {}, shared
+    confidence = None
+    if weights["confidence"] and drafter.confidence_head is not None:
+        inputs = hidden[computed]
+        if objective.confidence_stop_gradient:
+            inputs = inputs.detach()
+        confidence = drafter.confidence_logits(inputs, rows.parents[computed])
+    overlap = torch.zeros_like(computed, dtype=found.ce.dtype)
+    overlap[computed] = overlap_rows(found.l1)
+    counters = {"overlap": overlap_per_depth(overlap, rows.valid)}
+    return base_terms(found.ce, found.l1, row_weights, confidence), counters, shared
+
+
+def _vocab_losses(
+    drafter: AnyDrafter,
+    hidden: Tensor,
+    rows: _Rows,
+    computed: Tensor,
+    shares: Tensor | None,
+    micro: MicroBatch,
+    objective: Objective,
+    with_teacher: bool,
+) -> VocabLosses:
+    """Return the losses over the vocabulary of the rows `computed` [S, A, B]."""
+    head = drafter.markov_head
+    latent = None if head is None else head.latent(rows.parents, hidden)[computed]
     teacher_hidden = teacher_row = None
     if with_teacher:
-        positions, teacher_row = rows.flat_position()[valid].unique(return_inverse=True)
-        teacher_hidden = last_hidden.flatten(0, 1)[positions]
-    ce, l1 = vocab_losses(
-        hidden[valid],
+        positions, teacher_row = rows.flat_position()[computed].unique(return_inverse=True)
+        teacher_hidden = micro.last_hidden.flatten(0, 1)[positions]
+    inputs = (
+        hidden[computed],
         latent,
         drafter.lm_head.weight,
         None if head is None else head.markov_w2.weight,
         teacher_hidden,
         teacher_row,
-        rows.labels[valid],
-        chunk_rows=objective.chunk_rows,
-        keep_logits=objective.keep_logits,
+        rows.labels[computed],
     )
-    if not with_teacher:
-        return base_terms(ce, None, row_weights), {}
-    confidence = None
-    if weights["confidence"] and drafter.confidence_head is not None:
-        inputs = hidden[valid]
-        if objective.confidence_stop_gradient:
-            inputs = inputs.detach()
-        confidence = drafter.confidence_logits(inputs, rows.parents[valid])
-    overlap = torch.zeros_like(valid, dtype=ce.dtype)
-    overlap[valid] = overlap_rows(l1)
-    return base_terms(ce, l1, row_weights, confidence), {
-        "overlap": overlap_per_depth(overlap, valid)
-    }
+    chunk = objective.chunk_rows
+    if shares is None:
+        ce, l1 = vocab_losses(*inputs, chunk_rows=chunk, keep_logits=objective.keep_logits)
+        return VocabLosses(ce, l1, None, None)
+    number = computed.flatten().cumsum(0).sub_(1).view_as(computed)
+    return vocab_losses_sharing(*inputs, shared=number[shares].flatten(), chunk_rows=chunk)
 
 
 def _soft(
@@ -273,7 +320,9 @@ def _soft(
     )
 
 
-def _node_logits(drafter: AnyDrafter, hidden: Tensor, objective: Objective) -> NodeLogits:
+def _node_logits(
+    drafter: AnyDrafter, hidden: Tensor, objective: Objective, shared: _Shared | None = None
+) -> NodeLogits:
     """Logits per depth and parent from the block outputs [T, B, H] of the anchors that grow."""
     head = drafter.markov_head
     return depth_logits(
@@ -282,4 +331,5 @@ def _node_logits(drafter: AnyDrafter, hidden: Tensor, objective: Objective) -> N
         None if head is None else head.latent,
         None if head is None else head.markov_w2.weight,
         keep_base=objective.keep_logits,
+        base=None if shared is None else shared.base,
     )

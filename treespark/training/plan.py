@@ -27,7 +27,7 @@ from treespark.sizes import readable
 from treespark.target.checks import check_config
 from treespark.target.folder import load_config
 from treespark.training import setup
-from treespark.training.fused import BLOCK_ROWS
+from treespark.training.row_blocks import block_rows
 
 if TYPE_CHECKING:
     from treespark.drafter.config import DrafterConfig
@@ -167,11 +167,12 @@ def memory(
     steps = c.block_size if recipe.drafter.architecture == "eagle3" else 1
     scores = drafts // steps * c.num_attention_heads * (tokens + c.block_size)
     scores = scores * steps if scores <= MAX_SCORES else MAX_SCORES
-    rows = min(BLOCK_ROWS, micro_batch * drafts)
-    # Base, teacher and gradient of a block, and two float32 buffers of a chunk.
-    block = c.vocab_size * (rows * 3 * size + min(train.chunk_rows, rows) * 2 * 4)
-    teacher = _teacher_rows(recipe, drafts, tokens)
-    kept = (drafts + teacher) * c.vocab_size * size if train.keep_logits else 0
+    rows = block_rows(micro_batch * drafts)
+    # Base (later its gradient) and teacher of a block, and two float32 buffers of a chunk.
+    block = c.vocab_size * (rows * 2 * size + min(train.chunk_rows, rows) * 2 * 4)
+    # Of the anchors with trees: drafter's and target's logits once more, and a gradient.
+    shared = 3 * _tree_anchors(recipe) * c.block_size
+    kept = (drafts + _teacher_rows(recipe, drafts, tokens) + shared) * c.vocab_size * size
     frontier = recipe.policy.frontier or recipe.policy.branching
     # One depth at a time: logits, their sum with the base, softmax and gradient.
     replay = micro_batch * _tree_anchors(recipe) * frontier * c.vocab_size * 4 * 4
@@ -185,7 +186,7 @@ def memory(
         "features of a step": held * tokens * (c.feature_size + c.hidden_size) * size,
         "activations": micro_batch * (activations * size + anchors * (tokens + 7) * 4),
         "attention scores": 2.0 * scores * 4,
-        "losses": block + micro_batch * kept,
+        "losses": block + micro_batch * kept * train.keep_logits,
         "replay": replay,
     }
     return {name: float(value) for name, value in parts.items()}

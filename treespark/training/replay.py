@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from treespark.errors import UsageError
@@ -147,31 +148,31 @@ def depth_logits(
     latent: Callable[[Tensor, Tensor], Tensor] | None,
     w2: Tensor | None,
     keep_base: bool = False,
+    base: Tensor | None = None,
 ) -> NodeLogits:
     """Return z_d(u) = base logits of depth d + w2 @ latent, one depth at a time.
 
     hidden [A, B, H]; head_weight [V, H] frozen; latent(parent_tokens [A, W], hidden_d [A, 1, H])
     -> [A, W, r]; w2 [V, r]; the last two None without a Markov head. The head product runs in the
     weights' dtype, the sum in float32 (float64 if the head is). The result broadcasts over W.
-    keep_base=True computes the base logits of all depths once, here, and keeps them ([A, B, V] in
-    the weights' dtype) instead of once per call.
+    base: the base logits of all depths [A, B, V] in the weights' dtype; keep_base=True computes and
+    keeps them here, once; else every call computes its own.
     """
     dtype = torch.float64 if head_weight.dtype == torch.float64 else torch.float32
-    num_rows, num_depths = hidden.shape[:2]
-    kept: Sequence[Tensor] = ()
-    if keep_base:
+    if keep_base and base is None:
         table = hidden.flatten(0, 1).to(head_weight.dtype) @ head_weight.T
-        kept = table.unflatten(0, (num_rows, num_depths)).unbind(1)
+        base = table.unflatten(0, hidden.shape[:2])
+    kept: Sequence[Tensor] = () if base is None else base.unbind(1)
 
     def node_logits(depth: int, parent_tokens: Tensor) -> Tensor:
         states = hidden[:, depth - 1]
         # two dimensions: a product with a strided [A, 1, H] copies the head once per anchor
-        base = kept[depth - 1] if kept else states.to(head_weight.dtype) @ head_weight.T
-        base = base.to(dtype).unsqueeze(1)
+        own = kept[depth - 1] if kept else states.to(head_weight.dtype) @ head_weight.T
+        own = own.to(dtype).unsqueeze(1)
         if latent is None or w2 is None:
-            return base.expand(-1, parent_tokens.shape[1], -1)
+            return own.expand(-1, parent_tokens.shape[1], -1)
         codes = latent(parent_tokens, states.unsqueeze(1)).to(w2.dtype)
-        return base + (codes.flatten(0, 1) @ w2.T).unflatten(0, parent_tokens.shape)
+        return own + (codes.flatten(0, 1) @ w2.T).unflatten(0, parent_tokens.shape)
 
     return node_logits
 
@@ -192,6 +193,12 @@ def teacher_from_hidden(
         return (states @ head_weight.T).to(dtype).softmax(-1)
 
     return teacher_probs
+
+
+def teacher_from_logits(logits: Tensor) -> Callable[[int], Tensor]:
+    """Return the function d -> softmax of the target's logits [A, B, V] at depth d, float32."""
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return lambda depth: logits[:, depth - 1].to(dtype).softmax(-1)
 
 
 def _as_function(teacher_probs: TeacherProbs | Tensor) -> TeacherProbs:
@@ -237,6 +244,26 @@ def _reference(
     return _Reference(torch.cat(masses, 1), top_ids, top_probs, torch.stack(greedy, 1))
 
 
+class _Picked(torch.autograd.Function):
+    """(z [..., V], index [..., n]) -> z at the index [..., n] and logsumexp of z [..., 1].
+
+    The gradient of both needs one tensor of z's size, where autograd makes four.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        normaliser = z.logsumexp(-1, keepdim=True)
+        ctx.save_for_backward(z, index, normaliser)
+        return z.gather(-1, index), normaliser
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_picked: Tensor, grad_normaliser: Tensor) -> tuple[Tensor, None]:
+        z, index, normaliser = ctx.saved_tensors
+        grad = (z - normaliser).exp_().mul_(grad_normaliser)
+        return grad.scatter_add_(-1, index, grad_picked), None
+
+
 def tree_terms(
     plan: ReplayPlan, node_logits: NodeLogits, *, recompute: bool = True
 ) -> dict[str, LossTerm]:
@@ -251,9 +278,9 @@ def tree_terms(
         z = node_logits(depth, parents)
         top = reference.top_ids[depth - 1].unsqueeze(1).expand(-1, parents.shape[1], -1)
         num_children = children.shape[-1]
-        picked = z.gather(-1, torch.cat([children, top], -1))
+        picked, normaliser = _Picked.apply(z, torch.cat([children, top], -1))
         child_z, top_z = picked[..., :num_children], picked[..., num_children:]
-        log_q = child_z - z.logsumexp(-1, keepdim=True)
+        log_q = child_z - normaliser
         mass = plan.node_weight[:, pool.children_of(depth)].view_as(log_q)
         survival = survival_term(log_q, mass)
         # the last child is the k-th token of the total order: its logit is the boundary
@@ -265,7 +292,7 @@ def tree_terms(
     by_depth: list[Tensor] = []
     for d in range(1, len(pool.frontiers) + 1):
         parents = _parent_tokens(pool, d)
-        children = pool.tokens[:, pool.children_of(d)].view(*parents.shape, -1)
+        children = pool.tokens[:, pool.children_of(d)].unflatten(1, (parents.shape[1], -1))
         if recompute:
             parts = checkpoint(
                 terms_at, d, parents, children, use_reentrant=False, preserve_rng_state=False

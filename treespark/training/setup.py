@@ -18,7 +18,7 @@ from treespark.device import rank_device, resolve_dtype
 from treespark.drafter.auto import DRAFTERS
 from treespark.drafter.config import TreeSparkConfig, default_target_layer_ids
 from treespark.drafter.eagle3 import NUM_DEFAULT_TAPS, Eagle3Config
-from treespark.drafter.export import check_destination
+from treespark.drafter.export import check_destination, recover_folder
 from treespark.errors import UsageError
 from treespark.recipe import LossWeights, Recipe, dump_recipe
 from treespark.target.model import TargetModel
@@ -39,9 +39,12 @@ if TYPE_CHECKING:
     from treespark.training.ranks import Ranks
     from treespark.training.updates import Updates
 
+# Folder of the best drafter so far, beside `drafter`, the last one.
+BEST = "best"
 # Settings that may change between the parts of one run: they touch its result by rounding at most.
 _FREE_TRAIN_KEYS = frozenset(
-    {"save_every", "eval_every", "chunk_rows", "keep_logits", "micro_batch", "zero_stage"}
+    {"save_every", "eval_every", "decode_every", "decode_prompts", "decode_tokens"}
+    | {"chunk_rows", "keep_logits", "micro_batch", "zero_stage"}
 )
 # Keys that older checkpoints do not have, and their values in what those trained.
 _NEWER_KEYS = {
@@ -171,6 +174,7 @@ def objective(recipe: Recipe) -> Objective:
         confidence_stop_gradient=losses.confidence_stop_gradient,
         chunk_rows=recipe.train.chunk_rows,
         keep_logits=recipe.train.keep_logits,
+        grows_trees=recipe.data.tree_anchors > 0,
     )
 
 
@@ -186,6 +190,9 @@ def check(recipe: Recipe) -> None:
     output, losses = recipe.output.dir, recipe.losses
     check_folder(output, f"output.dir {output}")
     check_destination(output / "drafter")
+    if recipe.train.decode_every:
+        check_destination(output / BEST)
+        _check_drafts_trees(recipe)
     for part in filter(None, (losses, losses.warmup)):
         tree = part.survival or part.coverage
         if tree and (chains := _chain_only(recipe)):
@@ -207,6 +214,15 @@ def _chain_only(recipe: Recipe) -> str | None:
     if section.markov_head_type == "rnn" and section.markov_rank:
         return "drafter.markov_head_type rnn"
     return None
+
+
+def _check_drafts_trees(recipe: Recipe) -> None:
+    chains = _chain_only(recipe)
+    if chains and recipe.policy.branching > 1:
+        raise UsageError(
+            f"train.decode_every {recipe.train.decode_every}: {chains} drafts "
+            f"chains only; set policy.branching=1, now {recipe.policy.branching}"
+        )
 
 
 def loss_weights(recipe: Recipe, step: int, total_steps: int) -> dict[str, float]:
@@ -302,6 +318,8 @@ def settings(recipe: Recipe, target: TargetModel, rows: Sequence[Row]) -> dict[s
 def output_folder(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
     """Hold the run's folder for its processes; raises UsageError where it is not free for them."""
     with checkpoint.claim(recipe.output.dir) if ranks.is_first else contextlib.nullcontext():
+        if ranks.is_first:
+            recover_folder(recipe.output.dir / "drafter")
         yield
 
 

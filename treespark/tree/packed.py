@@ -76,6 +76,31 @@ class PackedTree:
         """Nodes per request, without anchor and padding: [R] int64."""
         return self.valid.sum(1) - 1
 
+    def spread(self, rows: Sequence[int], anchors: Tensor) -> "PackedTree":
+        """Return one tree for each anchor [R]: tree i at rows[i], the anchor alone elsewhere.
+
+        rows: as many distinct numbers below R as there are trees here.
+        """
+        num_rows, width = anchors.shape[0], self.tokens.shape[1]
+        if list(rows) == list(range(num_rows)):
+            return self
+        index = torch.tensor(rows, device=anchors.device)
+
+        def placed(own: Tensor, pad: float, root: float | Tensor) -> Tensor:
+            whole = own.new_full((num_rows, width), pad)
+            whole[:, 0] = root
+            whole[index] = own
+            return whole
+
+        return PackedTree(
+            tokens=placed(self.tokens, 0, anchors),
+            parents=placed(self.parents, NO_PARENT, NO_PARENT),
+            depths=placed(self.depths, 0, 0),
+            scores=placed(self.scores, -torch.inf, 0),
+            valid=placed(self.valid, False, True),
+            pool_index=placed(self.pool_index, -1, -1),
+        )
+
     def ancestor_mask(self) -> Tensor:
         """Return [R, N+1, N+1] bool: a row sees itself and its ancestors, padding sees slot 0."""
         jump = self._upward()

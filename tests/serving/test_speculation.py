@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much is drafted changes the speed alone: modes, short drafters, and what a round costs."""
+
+import pytest
+import torch
+
+from tests.serving_world import (
+    VOCAB,
+    Oracle,
+    answers_of,
+    drafter,
+    prompts,
+    requests_for,
+    run,
+    world,
+)
+from treespark import LLM
+from treespark.errors import UsageError
+from treespark.serving import accept as accept_module
+from treespark.serving.engine import Engine
+from treespark.serving.params import SamplingParams
+from treespark.serving.scheduler import Request
+from treespark.serving.speculation import MODES
+from treespark.tree.policy import TreePolicy
+
+LIMITS = [12, 20, 5, 9]
+PROMPTS = prompts(len(LIMITS), seed=4)
+EXPECTED = {
+    str(i): world().reference(prompt, limit)
+    for i, (prompt, limit) in enumerate(zip(PROMPTS, LIMITS, strict=True))
+}
+
+
+@pytest.mark.parametrize("mode", [None, *MODES])
+def test_every_mode_gives_the_same_text_and_its_own_trees(mode):
+    target = world().target
+    engine = Engine(target, drafter(target), TreePolicy(5, 4, 12), speculation=mode)
+    outputs = run(engine, requests_for(PROMPTS, LIMITS))
+    assert answers_of(outputs) == EXPECTED
+    rounds = [round_ for output in outputs.values() for round_ in output.metrics.rounds]
+    largest = {None: 12, "off": 0, "chain": 5, "15": 15, "32": 32}[mode]
+    assert max(r.num_proposed for r in rounds) == engine.stats().tree_budget == largest
+    if mode == "chain":
+        assert all(r.num_proposed == r.proposed_depth for r in rounds)
+    reasons = {output.metrics.plain_decoding for output in outputs.values()}
+    assert reasons == ({"off"} if mode == "off" else {None})
+
+
+def test_a_drafter_that_is_off_keeps_no_context():
+    target = world().target
+    engine = Engine(target, drafter(target), speculation="off")
+    assert engine.context is engine.drafter is None
+    run(engine, requests_for(PROMPTS, LIMITS))
+    assert target.target_layer_ids == []
+
+
+def test_decoding_without_a_drafter_is_plain_and_says_so():
+    outputs = run(Engine(world().target), requests_for(PROMPTS, LIMITS))
+    assert {output.metrics.plain_decoding for output in outputs.values()} == {"off"}
+
+
+@pytest.mark.parametrize(
+    ("model", "mode", "word"),
+    [(True, "16", "--speculation 16: allowed: off, chain, 15, 32"), (False, "32", "a drafter")],
+)
+def test_a_mode_that_cannot_work_is_refused(model, mode, word):
+    target = world().target
+    with pytest.raises(UsageError, match=word):
+        Engine(target, drafter(target) if model else None, speculation=mode)
+    assert LLM(target, speculation="off").engine.stats().tree_budget == 0
+
+
+def test_a_drafter_with_a_shorter_context_stops_drafting_for_that_request_alone():
+    """One grows beyond the drafter's 40 positions, one begins there, one never gets so far."""
+    target = world().target
+    model = drafter(target, max_position_embeddings=40)
+    some, limits = [[5] * 20, [6] * 50, [7] * 3], [60, 30, 25]
+    engine = Engine(target, model, TreePolicy(5, 4, 16), max_num_seqs=3, prefill_chunk=16)
+    outputs = run(engine, requests_for(some, limits))
+    for i, (prompt, limit) in enumerate(zip(some, limits, strict=True)):
+        assert outputs[str(i)].token_ids == world().reference(prompt, limit)
+    assert engine.context.max_len == 40
+    records = [outputs[str(i)].metrics for i in range(3)]
+    assert [r.plain_decoding for r in records] == ["drafter_context", "drafter_context", None]
+    assert [r.num_drafts > 0 for r in records] == [True, False, True]
+    position = 20
+    for round_ in records[0].rounds:
+        # A block of five stands behind the anchor.
+        assert (round_.num_proposed > 0) == (position + 5 < 40)
+        position += round_.num_committed
+
+
+@pytest.mark.parametrize("propose", [False, True])
+def test_computed_padding_changes_nothing(monkeypatch, propose):
+    """The layout of accelerators: every tree as wide as the widest, its pads run like nodes."""
+    target = world().target
+    monkeypatch.setattr(target, "runs_padding", True)
+    engine = Engine(
+        target,
+        None if propose else drafter(target),
+        TreePolicy(5, 4, 24),
+        max_num_seqs=3,
+        propose=Oracle(EXPECTED, VOCAB, 5, 2) if propose else None,
+    )
+    requests = requests_for(PROMPTS, LIMITS)
+    requests.append(Request("s", [4, 5], SamplingParams(9, temperature=1.0, ignore_eos=True)))
+    outputs = run(engine, requests)
+    assert {name: outputs[name].token_ids for name in EXPECTED} == EXPECTED
+
+
+def test_a_round_fetches_from_the_device_once(monkeypatch):
+    """Counted where a tensor becomes Python numbers; prefill's first tokens are one more fetch."""
+    target = world().target
+    monkeypatch.setattr(target, "runs_padding", True)
+    engine = Engine(target, drafter(target), TreePolicy(5, 4, 16))
+    for i, prompt in enumerate(PROMPTS):
+        options = {"logprobs": i, "temperature": 0.5 * (i == 1), "min_tokens": 6 * (i == 2)}
+        engine.add(Request(str(i), prompt, SamplingParams(40, ignore_eos=True, **options)))
+    engine.step()
+    fetches, elsewhere, inside = [], [], []
+    fetch = accept_module.to_host
+
+    def counted_fetch(tensors):
+        fetches.append(len(tensors))
+        inside.append(1)
+        try:
+            return fetch(tensors)
+        finally:
+            inside.clear()
+
+    def counted(name):
+        original = getattr(torch.Tensor, name)
+
+        def spy(self, *args, **options):
+            if not inside:
+                elsewhere.append(name)
+            return original(self, *args, **options)
+
+        return spy
+
+    monkeypatch.setattr(accept_module, "to_host", counted_fetch)
+    names = ["tolist", "item", "cpu", "numpy", "nonzero", "unique"]
+    names += ["__bool__", "__int__", "__float__", "__index__"]
+    for name in names:
+        monkeypatch.setattr(torch.Tensor, name, counted(name))
+    for _ in range(3):
+        engine.step()
+    assert fetches == [5, 5, 5]
+    assert elsewhere == []

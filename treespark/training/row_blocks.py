@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows of the vocabulary losses go into one matrix product with the head.
+
+Rows of one teacher position stand together, so that a block needs few rows of the teacher.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Two [512, V] tensors in the weights' dtype are alive at most. Fewer rows would read the whole head
+# for little work.
+BLOCK_ROWS = 512
+
+
+def block_rows(num_rows: int) -> int:
+    """Return how many of n rows one product takes: an eighth, so that few rows need little memory,
+    too, but at least 64 and at most BLOCK_ROWS.
+    """
+    return min(BLOCK_ROWS, max(64, -(-num_rows // 8)))
+
+
+@dataclass
+class Block:
+    """Rows start..stop in teacher order, and the teacher rows first..last they use.
+
+    shared: places in the block of the shared rows.  slots: their places among all shared rows.
+    """
+
+    rows: Tensor
+    start: int
+    stop: int
+    first: int
+    last: int
+    shared: Tensor
+    slots: Tensor
+
+
+@dataclass
+class RowPlan:
+    """Everything about the rows that both passes share; row order is by teacher row.
+
+    order [n]: rows in that order; labels [n] and teacher_row [n] are in it, too.
+    """
+
+    order: Tensor
+    labels: Tensor | None
+    teacher_row: Tensor | None
+    blocks: list[Block]
+
+    def labels_of(self, block: Block, part: slice) -> Tensor | None:
+        """Labels [c, 1] of a chunk of a block; None where the teacher stands for them."""
+        if self.labels is None:
+            return None
+        return self.labels[block.start + part.start : block.start + part.stop].unsqueeze(-1)
+
+
+def plan_rows(
+    hidden: Tensor, labels: Tensor | None, teacher_row: Tensor | None, shared: Tensor | None
+) -> RowPlan:
+    """Return the blocks of n rows, in teacher order where there is a teacher.
+
+    hidden [n, H], labels [n], teacher_row [n], shared [m]: as vocab_losses_sharing has them.
+    """
+    num_rows, device = hidden.shape[0], hidden.device
+    if teacher_row is None:
+        order = torch.arange(num_rows, device=device)
+        sorted_rows = None
+    else:
+        order = teacher_row.argsort(stable=True)
+        sorted_rows = teacher_row[order]
+    size = block_rows(num_rows)
+    starts = range(0, num_rows, size)
+    stops = [min(start + size, num_rows) for start in starts]
+    borders = [0] * (2 * len(stops))
+    if sorted_rows is not None and stops:
+        # transferred to the host: two integers per block
+        index = [i for start, stop in zip(starts, stops, strict=True) for i in (start, stop - 1)]
+        borders = sorted_rows[index].tolist()
+    parts = _shared_parts(order, shared, [*starts, num_rows])
+    blocks = [
+        Block(order[start:stop], start, stop, borders[2 * i], borders[2 * i + 1], *parts[i])
+        for i, (start, stop) in enumerate(zip(starts, stops, strict=True))
+    ]
+    return RowPlan(order, None if labels is None else labels[order], sorted_rows, blocks)
+
+
+def _shared_parts(
+    order: Tensor, shared: Tensor | None, borders: list[int]
+) -> list[tuple[Tensor, Tensor]]:
+    """Places in the block and slots of the shared rows, for every block between two borders."""
+    if shared is None:
+        nothing = order[:0]
+        return [(nothing, nothing)] * (len(borders) - 1)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    places, slots = place[shared].sort()
+    # transferred to the host: one integer per block
+    cuts = torch.searchsorted(places, torch.tensor(borders, device=order.device)).tolist()
+    return [
+        (places[i:j] - start, slots[i:j])
+        for i, j, start in zip(cuts[:-1], cuts[1:], borders[:-1], strict=True)
+    ]
