@@ -172,6 +172,8 @@ class _VocabLosses(torch.autograd.Function):
             _share(plan, block, logits, base_out, teacher_out)
             if keep_logits:
                 kept.append(logits)
+            # else they would live on beside the next block's
+            del logits, teacher
         ctx.save_for_backward(hidden, latent, head_weight, w2, teacher_hidden)
         ctx.plan, ctx.chunk_rows, ctx.kept = plan, chunk_rows, kept
         ctx.normalisers, ctx.teacher_normalisers = normalisers, teacher_normalisers
@@ -205,6 +207,8 @@ class _VocabLosses(torch.autograd.Function):
                     if grad_base is not None:
                         grads.index_add_(0, block.shared, grad_base[block.slots])
                     sums.hidden[block.rows] = (grads @ inputs.head).to(sums.hidden.dtype)
+                # else they would live on beside the next block's
+                del logits, grads
         return (*sums.as_inputs(inputs), None, None, None, None, None, None)
 
 

@@ -54,7 +54,7 @@ class Objective:
     confidence_stop_gradient: bool = False
     chunk_rows: int = 32
     # stored logits save a third of the time, and trees use those of their blocks, too; they cost
-    # [n + u, V] in the head's dtype
+    # [n + u, V] in the head's dtype, and those of T trees [T * parents of a tree, V] in float32
     keep_logits: bool = False
     # whether micro-batches have anchors that grow trees; where one has none by chance, the same
     # modules are called with nothing, because with ZeRO 3 a module call is a collective one
@@ -133,7 +133,8 @@ def micro_batch_terms(
     if plan is None:
         plan = _plan(drafter, hidden.detach(), micro, objective, weights, shared)
     if plan.replay is not None:
-        terms |= tree_terms(plan.replay, _node_logits(drafter, hidden[grows], objective, shared))
+        node_logits = _node_logits(drafter, hidden[grows], objective, shared)
+        terms |= tree_terms(plan.replay, node_logits, recompute=not objective.keep_logits)
         counters |= plan.replay.diagnostics
     return MicroBatchTerms(terms, counters, plan)
 

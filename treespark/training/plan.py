@@ -174,8 +174,9 @@ def memory(
     shared = 3 * _tree_anchors(recipe) * c.block_size
     kept = (drafts + _teacher_rows(recipe, drafts, tokens) + shared) * c.vocab_size * size
     frontier = recipe.policy.frontier or recipe.policy.branching
-    # One depth at a time: logits, their sum with the base, softmax and gradient.
-    replay = micro_batch * _tree_anchors(recipe) * frontier * c.vocab_size * 4 * 4
+    # One depth at a time: logits, their sum with the base, softmax and gradient. All, where kept.
+    parents = 4 * frontier + train.keep_logits * (recipe.policy.depth - 1) * frontier
+    replay = micro_batch * _tree_anchors(recipe) * parents * c.vocab_size * 4
     held = -(-train.global_batch // (devices * micro_batch)) * micro_batch
     parts = {
         "target": shapes.target_parameters * 2.0 if data.features != "store" else 0.0,
