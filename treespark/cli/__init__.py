@@ -10,6 +10,19 @@ from treespark.cli import training  # isort: skip
 from treespark.cli import prompts  # isort: skip
 from treespark.cli import features  # isort: skip
 from treespark.cli import decoding  # isort: skip
+from treespark.cli import serving  # isort: skip
+from treespark.cli import load  # isort: skip
+from treespark.cli import workers  # isort: skip
 from treespark.cli.app import app, main
 
-__all__ = ["app", "decoding", "features", "main", "prompts", "training"]
+__all__ = [
+    "app",
+    "decoding",
+    "features",
+    "load",
+    "main",
+    "prompts",
+    "serving",
+    "training",
+    "workers",
+]
