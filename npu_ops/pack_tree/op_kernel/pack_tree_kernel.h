@@ -135,7 +135,7 @@ class PackTreeKernel {
     DataCopyPad(countBuffer.template Get<int32_t>(), countsGlobal[request],
                 DataCopyExtParams(1, sizeof(int32_t), 0, 0, 0),
                 DataCopyPadExtParams<int32_t>(false, 0, 0, 0));
-    After<HardEvent::MTE2_V>();
+    // The scalar unit issues V's instructions, so they wait with it.
     After<HardEvent::MTE2_S>();
     const int32_t given = countBuffer.template Get<int32_t>().GetValue(0);
     count = given < 0 ? 0 : given < candidates ? given : candidates;
@@ -307,9 +307,9 @@ class PackTreeKernel {
     Put(positionGlobal, levelBuffer.template Get<int32_t>(), request, rows);
     Put(maskGlobal, maskBuffer.template Get<int32_t>(), request, rows * tiling.numWords);
     Put(countGlobal, countBuffer.template Get<int32_t>()[8], request, 1);
-    // The next request overwrites these buffers: first V, then MTE2 and S, which wait for V.
+    // The next request overwrites these buffers, V first: it waits for MTE3, which has waited for
+    // S.
     After<HardEvent::MTE3_V>();
-    After<HardEvent::S_V>();
   }
 
   TPipe pipe;

@@ -46,23 +46,19 @@ def written_out(scores, parents, depths, counts, depth_bias, n):
             level.append(int(depths[request, column]))
             masks.append(kept_mask[column])
         pads = n - len(kept)
-        results.append(
-            (
-                kept + [-1] * pads,
-                up + [-1] * pads,
-                level + [0] * pads,
-                masks + [0] * pads,
-                len(kept),
-            )
-        )
+        no_row, level = [-1] * pads, level + [0] * pads
+        numbers = masks + [0] * pads
+        results.append((kept + no_row, up + no_row, level, level, numbers, len(kept)))
     return results
 
 
 def as_lists(results):
     """Results of the operator in the form of `written_out`; a mask row is one whole number."""
     index, parent, depth, position, mask, count = (result.tolist() for result in results)
-    assert position == depth
-    words = [
-        [sum((w & 0xFFFFFFFF) << 32 * i for i, w in enumerate(row)) for row in m] for m in mask
-    ]
-    return list(zip(index, parent, depth, words, count, strict=True))
+    rows = [[number_of(row) for row in request] for request in mask]
+    return list(zip(index, parent, depth, position, rows, count, strict=True))
+
+
+def number_of(words):
+    """The whole number whose 32-bit digits are the words, lowest first."""
+    return sum((word & 0xFFFFFFFF) << 32 * i for i, word in enumerate(words))
