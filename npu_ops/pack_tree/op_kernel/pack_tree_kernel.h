@@ -55,6 +55,7 @@ class PackTreeKernel {
   }
 
   __aicore__ inline void Process() {
+    if (GetBlockIdx() >= tiling.numRequests) return;
     Constants();
     for (int32_t request = GetBlockIdx(); request < tiling.numRequests; request += GetBlockNum()) {
       Load(request);
