@@ -53,9 +53,9 @@ def test_sizes_across_every_level_of_sorting(num_requests, num_candidates, n, ma
 
 def test_zero_bias_packs_as_serving_does():
     scores, parents, depths = random_trees(5, 6, 100, 7, ties=True)
-    pool = CandidatePool(
-        torch.zeros(6, 100).long(), parents.long(), depths, scores, torch.zeros(6).long(), []
-    )
+    anchors, no_parent = torch.zeros(6).long(), torch.full((6, 1), -1)
+    tokens = torch.zeros(6, 100).long()
+    pool = CandidatePool(tokens, parents.long(), depths, scores, anchors, [no_parent] * 7)
     tree = pack(pool, 32)
     index, parent, depth, _, mask, count = operators.pack_tree(
         scores, parents, depths, full(6, 100), torch.zeros(8), 32
