@@ -192,36 +192,37 @@ def tree_attention(
         "scores": np.empty((blocks, 2, 2, _SUB_ROWS, _COLUMNS), np.float32),
         "weights": np.empty((blocks, 2, _SUB_ROWS, _COLUMNS), item),
         "sums": np.empty((blocks, 2, _SUB_ROWS, dim), np.float32),
-        "parts": np.empty((out_rows, tiling.splits, dim), np.float32),
-        "lses": np.empty((out_rows, tiling.splits), np.float32),
     }
+    out, lse = torch.empty(query.shape, dtype=query.dtype), torch.empty(query.shape[:3])
+    results = [Out("out", _array(out)), Out("lse", lse.numpy())]
+    parts = [
+        Workspace("parts", np.empty((out_rows, tiling.splits, dim), np.float32)),
+        Workspace("lses", np.empty((out_rows, tiling.splits), np.float32)),
+    ]
     inputs = {"query": query, "key": key, "value": value}
     inputs |= {"seq_lens": seq_lens, "tree_mask": tree_mask}
-    first = library.launch(
+    counters = library.launch(
         "tree_attention",
         [
             *(In(name, _array(tensor)) for name, tensor in inputs.items()),
             None if block_table is None else In("block_table", _array(block_table)),
             *(Workspace(name, array) for name, array in scratch.items()),
+            # With one split the first kernel writes the results.
+            *(results if tiling.splits == 1 else parts),
             tiling,
         ],
         blocks=blocks,
         kind="mix_aic_1_2",
         strict=strict,
     )
-    out, lse = torch.empty(query.shape, dtype=query.dtype), torch.empty(query.shape[:3])
-    second = library.launch(
-        "tree_attention_combine",
-        [
-            *(In(name, scratch[name]) for name in ("parts", "lses")),
-            In("tree_mask", _array(tree_mask)),
-            *(Out("out", _array(out)), Out("lse", lse.numpy())),
-            tiling,
-        ],
-        blocks=min(2 * blocks, 64),
-        strict=strict,
-    )
-    return Emulated((out, lse), _added(first, second))
+    if tiling.splits > 1:
+        done = [In(part.name, part.array) for part in parts]
+        arguments = [*done, In("tree_mask", _array(tree_mask)), *results, tiling]
+        combine = library.launch(
+            "tree_attention_combine", arguments, blocks=min(2 * blocks, 64), strict=strict
+        )
+        counters = _added(counters, combine)
+    return Emulated((out, lse), counters)
 
 
 @cache

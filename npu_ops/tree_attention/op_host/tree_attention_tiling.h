@@ -15,7 +15,8 @@ constexpr int32_t kTreeMaxWords = 4;
 //   scores  [blocks, 2, 2, kTreeSubRows, kTreeColumns] float: slot, sub-tile
 //   weights [blocks, 2, kTreeSubRows, kTreeColumns] of the query's type
 //   sums    [blocks, 2, kTreeSubRows, D] float
-//   parts   [B * Q * Hq, splits, D] float; lses [B * Q * Hq, splits] float
+//   parts   [B * Q * Hq, splits, D] float; lses [B * Q * Hq, splits] float; none with one split,
+//           where the first kernel writes the results
 struct TreeAttentionTiling {
   int32_t requests;    // B
   int32_t rows;        // Q

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Entries of tree_attention: attention of all tasks, and the combination of splits.
+// Entries of tree_attention: attention of all tasks, and the combination of splits. With one split
+// there is nothing to combine: `parts` is then the operator's out and `lses` its lse.
 #include "tree_attention_combine.h"
 #include "tree_attention_cube.h"
 #include "tree_attention_vector.h"

@@ -20,6 +20,7 @@ class TreeVector {
     weightGlobal.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(weights));
     sumGlobal.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(sums));
     partGlobal.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(parts));
+    outGlobal.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(parts));
     lseGlobal.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(lses));
     const int32_t dim = tiling.headDim;
     pipe.InitBuffer(scoreBuffer, kTreeSubRows * kTreeColumns * sizeof(float));
@@ -183,10 +184,12 @@ class TreeVector {
     PipeBarrier<PIPE_V>();
   }
 
-  // This split's out and log-sum-exp; rows that saw nothing have 0 and -inf.
-  __aicore__ inline void Store(const TreePlan& plan) {
-    const int32_t dim = tiling.headDim, group = tiling.group;
+  // This split's out and log-sum-exp; a split that saw nothing has 0 and -inf. With one split they
+  // are the results: out in its own type, rows that see nothing blank.
+  __aicore__ inline void Store(TreePlan& plan) {
+    const int32_t dim = tiling.headDim, group = tiling.group, gaps = tiling.splits - 1;
     LocalTensor<float> out = outBuffer.template Get<float>();
+    LocalTensor<T> result = weightBuffer.template Get<T>();
     Ln(State(3), State(1), kTreeSubRows);
     Maxs(State(2), State(1), 1.0e-30f, kTreeSubRows);
     PipeBarrier<PIPE_V>();
@@ -194,17 +197,38 @@ class TreeVector {
     Spread(2);
     Scale(out, true);
     Spread(3);
+    if (gaps == 0) {
+      Blank(plan);
+      Cast(result, out, RoundMode::CAST_RINT, static_cast<uint32_t>(rows * dim));
+    }
     After<HardEvent::V_MTE3>();
     for (int32_t query = 0; query < plan.queries[sub]; ++query) {
       const int64_t first = OutRow(plan, query) * tiling.splits + plan.split;
-      DataCopyPad(partGlobal[first * dim], out[query * group * dim],
-                  DataCopyExtParams(group, dim * sizeof(float), 0,
-                                    (tiling.splits - 1) * dim * sizeof(float), 0));
-      DataCopyPad(
-          lseGlobal[first], spreadBuffer.template Get<float>()[query * group * 8],
-          DataCopyExtParams(group, sizeof(float), 0, (tiling.splits - 1) * sizeof(float), 0));
+      const int32_t row = query * group;
+      if (gaps == 0) {
+        DataCopyPad(outGlobal[first * dim], result[row * dim],
+                    DataCopyExtParams(group, dim * sizeof(T), 0, 0, 0));
+      } else {
+        DataCopyPad(
+            partGlobal[first * dim], out[row * dim],
+            DataCopyExtParams(group, dim * sizeof(float), 0, gaps * dim * sizeof(float), 0));
+      }
+      DataCopyPad(lseGlobal[first], spreadBuffer.template Get<float>()[row * 8],
+                  DataCopyExtParams(group, sizeof(float), 0, gaps * sizeof(float), 0));
     }
     After<HardEvent::MTE3_V>();
+  }
+
+  // Rows without any bit see not even the prefix.
+  __aicore__ inline void Blank(TreePlan& plan) {
+    const int32_t group = tiling.group;
+    for (int32_t query = 0; query < plan.queries[sub]; ++query) {
+      if (plan.HasRow(plan.firstQuery[sub] + query)) continue;
+      const int32_t row = query * group, dim = tiling.headDim;
+      Duplicate(outBuffer.template Get<float>()[row * dim], 0.0f, group * dim);
+      Duplicate(spreadBuffer.template Get<float>()[row * 8], FloatOf(0xff800000u), group * 8);
+    }
+    PipeBarrier<PIPE_V>();
   }
 
   __aicore__ inline int64_t OutRow(const TreePlan& plan, int32_t query) {
@@ -215,7 +239,7 @@ class TreeVector {
 
   TBuf<TPosition::VECCALC> scoreBuffer, weightBuffer, outBuffer, sumBuffer, foldBuffer, stateBuffer,
       spreadBuffer, maskBuffer;
-  GlobalTensor<T> weightGlobal;
+  GlobalTensor<T> weightGlobal, outGlobal;
   GlobalTensor<float> scoreGlobal, sumGlobal, partGlobal, lseGlobal;
   TreeAttentionTiling tiling;
   int32_t block, sub, rows;

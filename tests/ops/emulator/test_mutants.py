@@ -64,11 +64,12 @@ def markov_topk_is_right(library):
 
 
 def tree_attention_is_right(library):
-    """Calls with one row and many, whole and part tiles, splits, blocks of the cache."""
+    """Calls with one row and many, part tiles, splits, blocks of the cache, padded rows."""
     calls = [
         (attention.operands(0, [200, 130], 9, 4, 2, 64), 0, 3),
         (attention.operands(1, [60], 1, 1, 1, 64), 0, 1),
         (attention.operands(2, [1100], 40, 4, 1, 64), 48, 2),
+        (attention.operands(3, [50, 20], 16, 4, 2, 64, valid=[7, 0]), 0, 2),
     ]
     for arguments, block_size, blocks in calls:
         query, key, value, seq_lens, mask = arguments
@@ -117,7 +118,16 @@ def test_there_are_enough_mutants():
     assert len({mutant[:3] for mutant in MUTANTS}) == len(MUTANTS) >= 30
 
 
+@pytest.fixture(scope="module")
+def passing_cache(tmp_path_factory):
+    """A cache of compiled kernels that goes away with the mutants in it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("passing_cache")
 @pytest.mark.parametrize(
     ("kernel", "file", "name", "old", "new"), MUTANTS, ids=[f"{m[0]}: {m[2]}" for m in MUTANTS]
 )
