@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+import npu_ops
 import treespark
 from treespark.errors import UsageError
 
@@ -117,7 +118,10 @@ def _import_torch_npu() -> str | None:
     except Exception as error:  # without CANN: ImportError, OSError or RuntimeError, by version
         return f"import torch_npu failed: {_one_line(error)}"
     # That the package is there, even imported, proves nothing: only the module it registers does.
-    return None if hasattr(torch, "npu") else "import torch_npu did not register torch.npu"
+    if not hasattr(torch, "npu"):
+        return "import torch_npu did not register torch.npu"
+    npu_ops.load_library()
+    return None
 
 
 def _normalise_visible_devices() -> None:
@@ -140,13 +144,19 @@ def resolve_device(name: str | torch.device | None = None) -> torch.device:
     """The device to use: `name`, else TREESPARK_DEVICE, else the first usable of npu, cuda, cpu.
 
     name: a kind with an optional index, as `npu:1`. A device asked for by name is never replaced
-    by another: UsageError says why it cannot be used.
+    by another: UsageError says why it cannot be used. So it does with TREESPARK_OPS=kernel where
+    an operator has no kernel for the device.
     """
     if name is not None:
-        return _named_device(str(name), f"--device {name}")
-    if os.environ.get(ENV):
-        return _named_device(os.environ[ENV], f"{ENV}={os.environ[ENV]}")
-    return torch.device(available_devices()[0])
+        device = _named_device(str(name), f"--device {name}")
+    elif os.environ.get(ENV):
+        device = _named_device(os.environ[ENV], f"{ENV}={os.environ[ENV]}")
+    else:
+        device = torch.device(available_devices()[0])
+    reason = npu_ops.missing_kernels(device.type)
+    if reason is not None:
+        raise UsageError(f"TREESPARK_OPS=kernel: {reason}; allowed here: auto, reference")
+    return device
 
 
 def _named_device(name: str, where: str) -> torch.device:
@@ -303,7 +313,8 @@ def worker_environments(
 
 
 def report() -> dict[str, Any]:
-    """Versions, the chosen device, and why each other kind was passed over: for bug reports.
+    """Versions, the chosen device, why each other kind was passed over, and the operators: for bug
+    reports.
 
     Never raises for a broken device: `chosen` is then None and `error` says why.
     """
@@ -329,6 +340,7 @@ def report() -> dict[str, Any]:
                 for answer in map(probe, PREFERENCE)
             ],
         },
+        "operators": npu_ops.status(),
     }
 
 

@@ -23,6 +23,9 @@ app = typer.Typer(
 )
 
 
+# As npu_ops.registry has them, which would load torch.
+OPS_MODES = ("auto", "reference", "kernel")
+
 # What the parser raises for every mistake on a command line: click's UsageError. From some release
 # on typer brings its own copy of click, of which it names only this subclass.
 _ParseError: Any = typer.BadParameter.__base__
@@ -30,7 +33,10 @@ _ParseError: Any = typer.BadParameter.__base__
 
 @app.callback()
 def _setup() -> None:
-    """Configure logging once; TREESPARK_LOG_LEVEL names the level."""
+    """Configure logging once, at TREESPARK_LOG_LEVEL; refuse a TREESPARK_OPS that is none."""
+    ops = os.environ.get("TREESPARK_OPS", "auto")
+    if ops not in OPS_MODES:
+        raise UsageError(f"TREESPARK_OPS={ops}: allowed: {', '.join(OPS_MODES)}")
     level = os.environ.get("TREESPARK_LOG_LEVEL", "INFO").upper()
     levels = ("DEBUG", "INFO", "WARNING", "ERROR")
     if level not in levels:
@@ -58,7 +64,7 @@ def version() -> None:
 
 @app.command()
 def env(as_json: AsJson = False) -> None:
-    """Print versions, the device in use and why the others are not: paste it into a bug report."""
+    """Print versions, device, operators, and why not others: paste it into a bug report."""
     from treespark.device import report
 
     facts = report()
@@ -80,6 +86,24 @@ def _as_text(facts: dict[str, Any]) -> str:
     for row in device["candidates"]:
         answer = f"usable, {row['count']}" if row["usable"] else row["reason"]
         lines.append(f"  {row['name']:<11} {answer}")
+    return "\n".join([*lines, _ops_as_text(facts["operators"])])
+
+
+@app.command()
+def ops(as_json: AsJson = False) -> None:
+    """Print which implementation of each operator is active, by kind of device, and why."""
+    from treespark.device import report
+
+    facts = report()["operators"]
+    typer.echo(json.dumps(facts, indent=2) if as_json else _ops_as_text(facts))
+
+
+def _ops_as_text(facts: dict[str, Any]) -> str:
+    lines = [f"operators     TREESPARK_OPS={facts['mode']}; {facts['reason'] or facts['library']}"]
+    for row in facts["operators"]:
+        for kind, answer in row["devices"].items():
+            why = f": {answer['reason']}" if answer["reason"] else ""
+            lines.append(f"  {row['operator']:<15} {kind:<5} {answer['active']}{why}")
     return "\n".join(lines)
 
 
