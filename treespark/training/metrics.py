@@ -69,6 +69,9 @@ class MetricsLog:
 
     def __init__(self, path: Path, *, first_step: int) -> None:
         kept = [line for line in read_metrics(path) if line["step"] < first_step]
+        # What killed runs left; nobody else writes here.
+        for partial in path.parent.glob(f".{path.name}.*.tmp"):
+            partial.unlink()
         write_atomic(path, [_encode(line) for line in kept])
         self._path = path
         self._file = path.open("ab", buffering=0)
