@@ -136,7 +136,7 @@ def memory(
     per_token = c.feature_size + 2 * c.hidden_size + c.num_hidden_layers * 6 * kv_width
     activations = c.num_hidden_layers * drafts * per_draft + tokens * per_token
     scores = min(1 << 25, drafts * c.num_attention_heads * (tokens + c.block_size))
-    rows = block_rows(micro_batch * drafts)
+    rows = min(micro_batch * drafts, block_rows(micro_batch * drafts, train.keep_logits))
     # Base (later its gradient) and teacher of a block, and two float32 buffers of a chunk.
     block = c.vocab_size * (rows * 2 * size + min(train.chunk_rows, rows) * 2 * 4)
     # Of the anchors with trees: drafter's and target's logits once more, and a gradient.
