@@ -59,7 +59,7 @@ def vocab_losses(
     the head or the teacher; l1 carries the only gradient of the teacher comparison, so the overlap
     1 - l1 / 2 is to be detached (losses.overlap_rows).
     The backward pass computes the logits again; keep_logits=True stores them instead, in the
-    weights' dtype ([n, V] + [u, V]), with identical results.
+    weights' dtype ([n, V] + [u, V]), with results that differ by rounding.
     Raises UsageError on chunk_rows < 1 or on half of a pair of options.
     """
     rows = (hidden, latent, head_weight, w2, teacher_hidden, teacher_row, labels)
@@ -151,7 +151,7 @@ class _VocabLosses(torch.autograd.Function):
         shared: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         inputs = _Inputs(hidden, latent, head_weight, w2, teacher_hidden)
-        plan = plan_rows(hidden, labels, teacher_row, shared)
+        plan = plan_rows(hidden, labels, teacher_row, shared, keep_logits)
         base_out, teacher_out = _shared_outputs(inputs, shared)
         num_rows = hidden.shape[0]
         # in teacher order until the end

@@ -167,7 +167,7 @@ def memory(
     steps = c.block_size if recipe.drafter.architecture == "eagle3" else 1
     scores = drafts // steps * c.num_attention_heads * (tokens + c.block_size)
     scores = scores * steps if scores <= MAX_SCORES else MAX_SCORES
-    rows = block_rows(micro_batch * drafts)
+    rows = min(micro_batch * drafts, block_rows(micro_batch * drafts, train.keep_logits))
     # Base (later its gradient) and teacher of a block, and two float32 buffers of a chunk.
     block = c.vocab_size * (rows * 2 * size + min(train.chunk_rows, rows) * 2 * 4)
     # Of the anchors with trees: drafter's and target's logits once more, and a gradient.
