@@ -162,6 +162,20 @@ def record_trees(engine: Engine) -> dict[str, list[Row]]:
     return trees
 
 
+def record_prefills(patch) -> list[list[int]]:
+    """Make the world's target note the rows of each prefill forward, one number per request."""
+    target, rows = world().target, []
+    forward = target.forward_rows
+
+    def spy(segments, cache, *, logits="last"):
+        if logits == "last":
+            rows.append([len(segment.token_ids) for segment in segments])
+        return forward(segments, cache, logits=logits)
+
+    patch.setattr(target, "forward_rows", spy)
+    return rows
+
+
 def recomputed_tree(target, model, policy: TreePolicy, ids: list[int], limit: int) -> Row:
     """Tree after `ids`, whose last token is the anchor, drafted from an empty cache."""
     if limit == 0:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tests.serving_checks import record_trees
+from tests.serving_checks import record_prefills, record_trees
 from tests.serving_world import answers_of, drafter, prompts, requests_for, run, world
 from treespark.serving.engine import Engine
 from treespark.serving.params import SamplingParams
@@ -19,16 +19,7 @@ PROMPT = [n % 100 for n in range(7, 301, 7)]
 @pytest.fixture
 def prefills(monkeypatch):
     """Rows of each prefill forward of the shared target, as they happen."""
-    target, rows = world().target, []
-    forward = target.forward_rows
-
-    def spy(segments, cache, *, logits="last"):
-        if logits == "last":
-            rows.append([len(segment.token_ids) for segment in segments])
-        return forward(segments, cache, logits=logits)
-
-    monkeypatch.setattr(target, "forward_rows", spy)
-    return rows
+    return record_prefills(monkeypatch)
 
 
 def engine_of(**options) -> Engine:

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.serving_checks import record_trees
+from tests.serving_checks import record_prefills, record_trees
 from tests.serving_world import (
     VOCAB,
     RandomTrees,
@@ -31,16 +31,7 @@ EXPECTED = {
 @pytest.fixture
 def prefills(monkeypatch):
     """Rows of each prefill forward of the shared target, as they happen."""
-    target, rows = world().target, []
-    forward = target.forward_rows
-
-    def spy(segments, cache, *, logits="last"):
-        if logits == "last":
-            rows.append([len(segment.token_ids) for segment in segments])
-        return forward(segments, cache, logits=logits)
-
-    monkeypatch.setattr(target, "forward_rows", spy)
-    return rows
+    return record_prefills(monkeypatch)
 
 
 @pytest.mark.parametrize("chunk", [4, 9])
