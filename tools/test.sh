@@ -4,7 +4,7 @@
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-EXTRAS=bench,dev,train
+EXTRAS=bench,dev,serve,train
 # shellcheck source=launch/_env.sh
 . "$ROOT/launch/_env.sh"
 

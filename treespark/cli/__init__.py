@@ -9,6 +9,7 @@ codes: 0 done, 1 failed (with a traceback), 2 a mistake of the user (one line), 
 from treespark.cli import training  # isort: skip
 from treespark.cli import prompts  # isort: skip
 from treespark.cli import decoding  # isort: skip
+from treespark.cli import serving  # isort: skip
 from treespark.cli.app import app, main
 
-__all__ = ["app", "decoding", "main", "prompts", "training"]
+__all__ = ["app", "decoding", "main", "prompts", "serving", "training"]

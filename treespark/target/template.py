@@ -70,14 +70,15 @@ def _messages(prompt: str | Messages) -> list[dict[str, str]]:
     return [dict(message) for message in prompt]
 
 
-def render_text(tokenizer: Any, prompt: str | Messages) -> str:
+def render_text(tokenizer: Any, prompt: str | Messages, enable_thinking: bool = False) -> str:
     """Return the text that a prompt becomes, up to where the target's answer begins.
 
-    prompt: the first user turn, or messages of `role` and `content`. A template that knows
-    `enable_thinking` gets it as False; others never read the variable.
+    prompt: the first user turn, or messages of `role` and `content`. enable_thinking: for a
+    template that knows the variable; others never read it.
     """
     _chat_template(tokenizer)
-    return _apply(tokenizer, _messages(prompt), add_generation_prompt=True, enable_thinking=False)
+    switches = {"add_generation_prompt": True, "enable_thinking": enable_thinking}
+    return _apply(tokenizer, _messages(prompt), **switches)
 
 
 def _apply(tokenizer: Any, messages: list[dict[str, str]], **switches: bool) -> str:
