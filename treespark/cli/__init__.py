@@ -10,6 +10,7 @@ from treespark.cli import training  # isort: skip
 from treespark.cli import prompts  # isort: skip
 from treespark.cli import decoding  # isort: skip
 from treespark.cli import serving  # isort: skip
+from treespark.cli import load  # isort: skip
 from treespark.cli.app import app, main
 
-__all__ = ["app", "decoding", "main", "prompts", "serving", "training"]
+__all__ = ["app", "decoding", "load", "main", "prompts", "serving", "training"]

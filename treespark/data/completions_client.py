@@ -32,11 +32,15 @@ class RowError(Exception):
 
 @dataclass(frozen=True)
 class Server:
-    """Where to ask; retries: of one request, after connection errors, 429 and 5xx."""
+    """Where to ask; retries: of one request, after connection errors, 429 and 5xx.
+
+    option: the flag that named the address, for messages.
+    """
 
     url: str
     headers: dict[str, str]
     retries: int
+    option: str = "--server"
 
     def open(self, num_connections: int) -> "httpx.AsyncClient":
         """Return a client that keeps so many connections open, to be used as a context."""
@@ -91,25 +95,27 @@ def _asked_pause_s(headers: Mapping[str, str]) -> float | None:
     return min(max(0.0, then.timestamp() - time.time()), _LONGEST_ASKED_S)
 
 
-def check_httpx() -> None:
+def check_httpx(option: str = "--server", extra: str = "train") -> None:
     """Raise UsageError without httpx; keep it from logging a line a request over the progress."""
     if importlib.util.find_spec("httpx") is None:
-        raise UsageError("--server: needs httpx: pip install 'treespark[train]'")
+        raise UsageError(f"{option}: needs httpx: pip install 'treespark[{extra}]'")
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
-def server_address(server: str) -> str:
+def server_address(
+    server: str, option: str = "--server", example: str = "http://host:8000/v1"
+) -> str:
     """Return the server's address without a last slash; raises UsageError for no such address."""
     import httpx
 
-    check_utf8("--server", server)
-    allowed = "need an address as http://host:8000/v1"
+    check_utf8(option, server)
+    allowed = f"need an address as {example}"
     try:
         url = httpx.URL(server)
     except httpx.InvalidURL as error:
-        raise UsageError(f"--server {server}: {error}; {allowed}") from None
+        raise UsageError(f"{option} {server}: {error}; {allowed}") from None
     if url.scheme not in ("http", "https") or not url.host or url.query or url.fragment:
-        raise UsageError(f"--server {server}: {allowed}")
+        raise UsageError(f"{option} {server}: {allowed}")
     return server.rstrip("/")
 
 
@@ -128,17 +134,17 @@ def model_name(server: Server, model: str | None) -> str:
     """Return the name of the model to ask; raises UsageError when the server does not serve it."""
     import httpx
 
-    url = server.url
+    url, option = server.url, server.option
     check_utf8("--model", model or "")
     try:
         response = httpx.get(f"{url}/models", headers=server.headers, timeout=_CONNECT_S)
     except httpx.RequestError as error:
-        raise UsageError(f"--server {url}: cannot be reached: {_reason(error)}") from None
+        raise UsageError(f"{option} {url}: cannot be reached: {_reason(error)}") from None
     status = response.status_code
     # Some gateways list nothing; with a name given only a refused key has to end the run.
     if status in (401, 403) or (model is None and not response.is_success):
         message = _message(response.content)
-        raise UsageError(f"--server {url}: HTTP {status} for the list of models: {message}")
+        raise UsageError(f"{option} {url}: HTTP {status} for the list of models: {message}")
     names = _names(response.content) if response.is_success else []
     listed = ", ".join(names) or "none"
     if model is None and len(names) != 1:
