@@ -38,6 +38,7 @@ ENV = "TREESPARK_DEVICE"
 PREFERENCE = ("npu", "cuda", "cpu")
 _DIST_BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
 _VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
+_VISIBLE = {"npu": _VISIBLE_DEVICES, "cuda": "CUDA_VISIBLE_DEVICES"}
 _DTYPES = {
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
@@ -272,6 +273,33 @@ def export_deepspeed_accelerator(device: torch.device | str) -> None:
             f"DS_ACCELERATOR={os.environ['DS_ACCELERATOR']}: the device in use is {kind}, "
             f"allowed: {kind}, or unset it"
         )
+
+
+def worker_environments(
+    name: str | None, num_workers: int, threads: int | None, is_asked: bool = True
+) -> list[dict[str, str]]:
+    """Return what the environment of each of several processes adds: a card, or threads of a CPU.
+
+    name: kind of device, as in `resolve_device`.  threads: per process; None shares the cores out.
+    is_asked: whether the machine is asked how many cards there are; False believes in enough.
+    Cards are those the user made visible, in ascending order. Raises UsageError for too few.
+    """
+    kind = name or os.environ.get(ENV) or (resolve_device().type if is_asked else PREFERENCE[0])
+    if kind not in PREFERENCE:
+        raise UsageError(f"--device {kind}: one card per worker; allowed: {', '.join(PREFERENCE)}")
+    share = threads or max(1, (os.cpu_count() or 1) // num_workers)
+    common = {ENV: kind, "OMP_NUM_THREADS": str(share)}
+    if kind == "cpu":
+        return [common] * num_workers
+    if is_asked:
+        resolve_device(kind)
+    given = [part.strip() for part in os.environ.get(_VISIBLE[kind], "").split(",") if part.strip()]
+    cards = given or [str(i) for i in range(probe(kind).count if is_asked else num_workers)]
+    if all(card.isdigit() for card in cards):
+        cards.sort(key=int)
+    if len(cards) < num_workers:
+        raise UsageError(f"--workers {num_workers}: {len(cards)} {kind} cards are visible")
+    return [common | {_VISIBLE[kind]: card} for card in cards[:num_workers]]
 
 
 def report() -> dict[str, Any]:

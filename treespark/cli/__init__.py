@@ -11,6 +11,7 @@ from treespark.cli import prompts  # isort: skip
 from treespark.cli import decoding  # isort: skip
 from treespark.cli import serving  # isort: skip
 from treespark.cli import load  # isort: skip
+from treespark.cli import workers  # isort: skip
 from treespark.cli.app import app, main
 
-__all__ = ["app", "decoding", "load", "main", "prompts", "serving", "training"]
+__all__ = ["app", "decoding", "load", "main", "prompts", "serving", "training", "workers"]
