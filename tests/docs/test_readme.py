@@ -15,7 +15,7 @@ import yaml
 from treespark.cli import app
 
 ROOT = Path(__file__).parent.parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "recipes" / "README.md"]
+DOCUMENTS = [ROOT / "README.md", ROOT / "recipes" / "README.md", ROOT / "docs" / "serving.md"]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Options of pytest that the documents pass through tools/test.sh.
 PYTEST_OPTIONS = {"-m", "-k"}
@@ -81,6 +81,10 @@ def check_script(script, args):
         check_verb(["quickstart", *passed_on])
     elif script == "launch/train_910b.sh":
         check_verb(["train", *passed_on])
+    elif script == "launch/serve_single.sh":
+        check_verb(["serve", *passed_on])
+    elif script == "launch/serve_workers.sh":
+        check_verb(["workers", *passed_on])
     else:
         assert [word for word in passed_on if not (ROOT / word).exists()] == []
 
@@ -113,7 +117,7 @@ def test_command_names_existing_verbs_options_and_scripts(words):
 @pytest.mark.parametrize(
     "line",
     [
-        "treespark serve runs/smollm2-135m",
+        "treespark serve runs/smollm2-135m --epochs 3",
         "treespark train recipes/smollm2-135m-treespark.yaml --epochs 3",
         "treespark fetch smollm2-135m",
         "treespark prompts my-prompts.jsonl --out runs/prompts.jsonl",
@@ -195,7 +199,8 @@ def test_files_named_in_the_text_exist():
     for path in DOCUMENTS:
         text = FENCED.sub("", path.read_text("utf-8"))
         for name in re.findall(r"`([\w/.-]+\.(?:py|md|sh|yaml))`", text):
-            places = [ROOT / name, path.parent / name, ROOT / "treespark" / "training" / name]
+            rooms = [ROOT / "treespark" / room / name for room in ("training", "serving")]
+            places = [ROOT / name, path.parent / name, *rooms]
             assert any(place.exists() for place in places), f"{path.name}: {name}"
 
 
