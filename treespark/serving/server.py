@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -74,11 +74,11 @@ class _Live(Response):
 def _add_generation(app: FastAPI, service: Service) -> None:
     """Completions and chat completions."""
 
-    @app.post("/v1/completions", **_takes("CompletionBody"))
+    @app.post("/v1/completions", **_takes("CompletionBody", streams=True))
     async def completions(request: Request) -> Response:
         return _Live(await service.complete(await _fields(request)))
 
-    @app.post("/v1/chat/completions", **_takes("ChatBody"))
+    @app.post("/v1/chat/completions", **_takes("ChatBody", streams=True))
     async def chat_completions(request: Request) -> Response:
         return _Live(await service.chat(await _fields(request)))
 
@@ -99,11 +99,11 @@ def _add_state(app: FastAPI, service: Service) -> None:
     """What the server is and how it does."""
     engine = service.engine
 
-    @app.get("/health", **_ANSWERS)
+    @app.get("/health", **_PROBE)
     async def health() -> Response:
         return Response(status_code=200 if engine.failure is None else 503)
 
-    @app.get("/ready", **_ANSWERS)
+    @app.get("/ready", **_PROBE)
     async def ready() -> Response:
         return Response(status_code=200 if engine.is_ready else 503)
 
@@ -111,7 +111,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     async def version() -> Response:
         return JSONResponse({"version": treespark.__version__})
 
-    @app.get("/metrics", **_ANSWERS)
+    @app.get("/metrics", **_ANSWERS, response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(service.telemetry.text(), media_type="text/plain; version=0.0.4")
 
@@ -149,6 +149,12 @@ _ANSWERS: dict[str, Any] = {
     "response_model": None,
     "responses": {status: _RESPONSES[status] for status in (401, 431, 503)},
 }
+# An empty body, whatever the status.
+_PROBE: dict[str, Any] = {
+    "response_model": None,
+    "response_class": Response,
+    "responses": {431: _RESPONSES[431], 503: {"description": "Not now."}},
+}
 _ERROR_SCHEMA = {
     "type": "object",
     "required": ["error"],
@@ -167,12 +173,15 @@ _ERROR_SCHEMA = {
 }
 
 
-def _takes(name: str) -> dict[str, Any]:
+def _takes(name: str, streams: bool = False) -> dict[str, Any]:
     """Return the route options of an endpoint whose JSON body is the model `name`."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+    answers: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if streams:
+        answers["text/event-stream"] = {}
     return {
         "response_model": None,
-        "responses": _RESPONSES,
+        "responses": {200: {"description": "The answer.", "content": answers}, **_RESPONSES},
         "openapi_extra": {"requestBody": {"required": True, "content": content}},
     }
 
