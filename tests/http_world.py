@@ -111,6 +111,7 @@ class Server:
 
     def __init__(self, service: Service, app) -> None:
         self.service, self.app, self.engine = service, app, service.engine
+        self.timeout_s = 60
 
     def run(self, function):
         """Return what a coroutine function makes of a client."""
@@ -118,7 +119,7 @@ class Server:
         async def inner():
             transport = httpx.ASGITransport(self.app)
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-                return await asyncio.wait_for(function(client), 60)
+                return await asyncio.wait_for(function(client), self.timeout_s)
 
         return asyncio.run(inner())
 
