@@ -38,11 +38,11 @@ def test_serve_takes_vllms_flags(call):
         "bfloat16", "--max-model-len", 64, "--max-num-seqs", 6, "--max-num-queued-reqs", 7,
         "--stream-interval", 8, "--shutdown-timeout", 9, "--override-generation-config",
         '{"temperature": 0.5}', "--per-request-spec-decode-metrics", "none", "--seed", 3,
-        "--metrics-compat", "none", "--speculation", "chain",
+        "--metrics-compat", "none", "--speculation", "chain", "--enable-prefix-caching",
     )  # fmt: skip
     assert options == serve.ServeOptions(
         Path("target"), Path("d"), {"budget": 16}, "::1", 9, ("a", "b"), ("m",), "bfloat16", None,
-        64, 6, 7, "chain", 3, 8, 9.0, {"temperature": 0.5}, False, False,
+        64, 6, 7, "chain", 3, 8, 9.0, {"temperature": 0.5}, False, False, True,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tests.http_world import CONTEXT, EOS, events_of, serving, tiny
+from tests.http_world import CONTEXT, EOS, events_of, serving, tiny, tiny_engine
 from tests.serving_world import byte_tokenizer
 
 PROMPT = "one two three"
@@ -319,3 +319,11 @@ def test_events_are_whole_characters(server):
     text = "".join(event["choices"][0]["text"] for event in events)
     whole = server.complete(prompt, max_tokens=60, ignore_eos=True)["choices"][0]["text"]
     assert text == whole
+
+
+def test_a_repeated_prompt_is_counted_as_cached_and_answered_the_same():
+    with serving(lambda: tiny_engine(reuse_prefixes=True)) as server:
+        first, second = (server.complete(3 * PROMPT, max_tokens=12)["choices"] for _ in range(2))
+        assert first == second
+        assert server.engine.stats.num_cached_tokens > 0
+        assert "vllm:prefix_cache_hits_total" in server.get("/metrics").text

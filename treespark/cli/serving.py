@@ -61,6 +61,10 @@ def serve(
     max_num_queued_reqs: Annotated[
         int, typer.Option(help="Requests that may wait; beyond them 503 with Retry-After.")
     ] = 128,
+    enable_prefix_caching: Annotated[
+        bool,
+        typer.Option("--enable-prefix-caching", help="Do not read a cached beginning again."),
+    ] = False,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Of sampled requests without one of their own.")
     ] = None,
@@ -105,6 +109,7 @@ def serve(
             max_num_seqs=max_num_seqs,
             max_num_queued_reqs=max_num_queued_reqs,
             speculation=speculation,
+            enable_prefix_caching=enable_prefix_caching,
             seed=seed,
             stream_interval=stream_interval,
             shutdown_timeout=shutdown_timeout,

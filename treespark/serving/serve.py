@@ -64,6 +64,7 @@ class ServeOptions:
     defaults: dict[str, float] = field(default_factory=dict)
     request_metrics: bool = True
     compatible: bool = True
+    enable_prefix_caching: bool = False
 
 
 def run_serve(options: ServeOptions) -> None:
@@ -169,6 +170,7 @@ def _build(options: ServeOptions) -> Engine:
         max_num_seqs=options.max_num_seqs,
         max_model_len=options.max_model_len,
         speculation=options.speculation,
+        reuse_prefixes=options.enable_prefix_caching,
     )
 
 

@@ -31,6 +31,8 @@ _HISTOGRAMS = {
 # Name -> field of EngineStats, text.
 _COUNTERS = {
     "prompt_tokens": ("num_prompt_tokens", "Prompt tokens read."),
+    "prefix_cache_queries": ("num_prompt_tokens", "Prompt tokens looked for in the cache."),
+    "prefix_cache_hits": ("num_cached_tokens", "Prompt tokens found in the cache."),
     "generation_tokens": ("num_generation_tokens", "Tokens put out."),
     "spec_decode_num_drafts": ("num_drafts", "Rounds of a request with a draft."),
     "spec_decode_num_draft_tokens": ("num_draft_tokens", "Draft nodes verified."),
