@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax, pad
 
+import npu_ops
 from npu_ops.ordered import ordered_topk
+from npu_ops.pack_tree import fits as within_limits
 from treespark.errors import UsageError
 from treespark.tree.packed import NO_PARENT, PackedTree
 
@@ -152,13 +154,39 @@ def pack(pool: CandidatePool, budget: int, max_depths: Tensor | None = None) -> 
     """
     _require_int("budget", budget, 0, MAX_BUDGET)
     num_candidates = pool.tokens.shape[1]
-    if max_depths is None:
-        kept = ordered_topk(pool.scores, budget).indices
+    counts = _num_allowed(pool, max_depths)
+    if within_limits(num_candidates, budget):
+        bias = pool.scores.new_zeros(len(pool.frontiers) + 1)
+        rows = npu_ops.pack_tree(pool.scores, pool.parents.int(), pool.depths, counts, bias, budget)
+        index, parents, depths = rows.index.long(), rows.parent, rows.depth
     else:
-        # A refused node stands behind all allowed ones, so it loses every tie against them.
-        refused = pool.depths > max_depths[:, None]
-        kept = ordered_topk(pool.scores.masked_fill(refused, -torch.inf), budget).indices
-        kept = kept.masked_fill(refused.gather(1, kept), num_candidates)
+        index, parents, depths = _packed_rows(pool, counts, budget)
+    pool_index = pad(index, (1, 0), value=-1)
+    no_node, source = pool_index < 0, pool_index.clamp_min(0)
+    tokens = pool.tokens.gather(1, source).masked_fill_(no_node, 0)
+    scores = pool.scores.gather(1, source).masked_fill_(no_node, -torch.inf)
+    valid = ~no_node
+    tokens[:, 0], scores[:, 0], valid[:, 0] = pool.anchors, 0.0, True
+    return PackedTree(tokens, parents, depths, scores, valid, pool_index)
+
+
+def _num_allowed(pool: CandidatePool, max_depths: Tensor | None) -> Tensor:
+    """Return how many candidates each request may keep, [R] int32; they have the first columns."""
+    if max_depths is None:
+        return torch.full_like(pool.anchors, pool.depths.shape[1], dtype=torch.int32)
+    return (pool.depths <= max_depths[:, None]).sum(1, dtype=torch.int32)
+
+
+def _packed_rows(pool: CandidatePool, counts: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What npu_ops.pack_tree returns as index, parent and depth, for sizes beyond its limits.
+
+    index: int64.
+    """
+    num_candidates = pool.tokens.shape[1]
+    # A refused node stands behind all allowed ones, so it loses every tie against them.
+    refused = torch.arange(num_candidates, device=counts.device) >= counts[:, None]
+    kept = ordered_topk(pool.scores.masked_fill(refused, -torch.inf), budget).indices
+    kept = kept.masked_fill(refused.gather(1, kept), num_candidates)
     kept = pad(kept.sort(dim=1).values, (0, budget - kept.shape[1]), value=num_candidates)
 
     # Source of each slot in the pool with the anchor put before it (0) and a pad after it (M+1).
@@ -166,15 +194,11 @@ def pack(pool: CandidatePool, budget: int, max_depths: Tensor | None = None) -> 
     slots = torch.arange(budget + 1, device=source.device).expand_as(source)
     slot_of = source.new_zeros(source.shape[0], num_candidates + 2).scatter(1, source, slots)
     parents = slot_of.gather(1, pad(pool.parents + 1, (1, 1)).gather(1, source))
-    valid = source <= num_candidates
-    no_node = ~valid | (slots == 0)
-    return PackedTree(
-        tokens=torch.cat([pool.anchors[:, None], pad(pool.tokens, (0, 1))], 1).gather(1, source),
-        parents=parents.masked_fill(no_node, NO_PARENT).int(),
-        depths=pad(pool.depths, (1, 1)).gather(1, source),
-        scores=pad(pool.scores, (1, 1)).gather(1, source).masked_fill(~valid, -torch.inf),
-        valid=valid,
-        pool_index=(source - 1).masked_fill(no_node, -1),
+    no_node = (source > num_candidates) | (slots == 0)
+    return (
+        kept.masked_fill(kept == num_candidates, -1),
+        parents.masked_fill(no_node, NO_PARENT).int(),
+        pad(pool.depths, (1, 1)).gather(1, source),
     )
 
 
