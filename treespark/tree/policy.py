@@ -21,6 +21,7 @@ holds the parents of its nodes, also where scores tie or are -inf.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,20 @@ from treespark.tree.packed import NO_PARENT, PackedTree
 
 NodeLogits = Callable[[int, Tensor], Tensor]
 """(depth d in 1..B, parent tokens [R, W] int64) -> next-token logits [R, W, V]."""
+
+
+class Children(NamedTuple):
+    """The best children of each parent in the total order.
+
+    tokens [R, W, k] int64.  log_probs [R, W, k] float: of token given parent, at most 0, no NaN.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+
+
+NodeChildren = Callable[[int, Tensor, int], Children]
+"""(depth d in 1..B, parent tokens [R, W] int64, branching) -> their min(branching, V) children."""
 
 # Largest trees: as the recipe's `policy` section has them. What is larger exhausts memory, and no
 # target gains from it.
@@ -97,18 +112,28 @@ class CandidatePool:
         return slice(first, first + widths[depth - 1])
 
 
-@torch.no_grad()
 def expand(node_logits: NodeLogits, anchors: Tensor, policy: TreePolicy) -> CandidatePool:
+    """Propose candidates depth by depth from the logits of each parent; see `expand_children`.
+
+    A NaN or +inf logit, or a row that is -inf throughout, gives all children of that parent the
+    score -inf: they rank last, and the tree stays well formed.
+    """
+    return expand_children(children_of_logits(node_logits), anchors, policy)
+
+
+@torch.no_grad()
+def expand_children(
+    node_children: NodeChildren, anchors: Tensor, policy: TreePolicy
+) -> CandidatePool:
     """Propose candidates depth by depth: the best children of the frontier, which moves on to them.
 
-    node_logits: called once per depth, in order, with the frontier's tokens, [R, 1] and then
+    node_children: called once per depth, in order, with the frontier's tokens, [R, 1] and then
     [R, W].  anchors: [R] int64.  Returns k * (1 + W_2 + ... + W_B) candidates per request, where
-    k = min(branching, V) and W_d = min(frontier width, candidates at depth d-1).  Scores are
-    float32, or float64 for float64 logits.
+    k = min(branching, V) and W_d = min(frontier width, candidates at depth d-1).  Scores have the
+    dtype of the children's, float32 or float64.
 
-    No gradient is recorded, the result is a discrete choice.  A NaN or +inf logit, or a row that is
-    -inf throughout, gives all children of that parent the score -inf: they rank last, and the tree
-    stays well formed.  Nothing raises, as that would wait for the device.
+    No gradient is recorded, the result is a discrete choice.  Nothing raises, as that would wait
+    for the device.
     Source: TreeSpark A.1 (policy), eq. 5 (score).
     """
     tokens: list[Tensor] = []
@@ -121,13 +146,12 @@ def expand(node_logits: NodeLogits, anchors: Tensor, policy: TreePolicy) -> Cand
     frontier = torch.full_like(frontier_tokens, NO_PARENT)
     num_created = 0
     for depth in range(1, policy.depth + 1):
-        logits = node_logits(depth, frontier_tokens)
-        child_tokens, edge_scores = _best_children(logits, policy.branching)
+        child_tokens, log_probs = node_children(depth, frontier_tokens, policy.branching)
         frontiers.append(frontier)
         tokens.append(child_tokens.flatten(1))
         parents.append(frontier[..., None].expand_as(child_tokens).flatten(1))
         depths.append(torch.full_like(tokens[-1], depth, dtype=torch.int32))
-        scores.append((frontier_scores[..., None] + edge_scores).flatten(1))
+        scores.append((frontier_scores[..., None] + log_probs).flatten(1))
         if depth < policy.depth:
             frontier_scores, rank = ordered_topk(scores[-1], policy.frontier_width)
             frontier_tokens = tokens[-1].gather(1, rank)
@@ -202,13 +226,21 @@ def _packed_rows(pool: CandidatePool, counts: Tensor, budget: int) -> tuple[Tens
     )
 
 
-def _best_children(logits: Tensor, branching: int) -> tuple[Tensor, Tensor]:
-    """Return each parent's best tokens [R, W, k] int64 and their log-probabilities, at most 0."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    tokens = ordered_topk(logits, branching).indices
-    log_probs = log_softmax(logits, -1).gather(-1, tokens)
-    # Prefix closure needs edges of at most 0 on every device, and no NaN, which no order can place.
-    return tokens, log_probs.clamp_max(0.0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+def children_of_logits(node_logits: NodeLogits) -> NodeChildren:
+    """Return the function that picks each parent's best children from its logits."""
+
+    def node_children(depth: int, parent_tokens: Tensor, branching: int) -> Children:
+        logits = node_logits(depth, parent_tokens)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        tokens = ordered_topk(logits, branching).indices
+        return Children(tokens, edge_scores(log_softmax(logits, -1).gather(-1, tokens)))
+
+    return node_children
+
+
+def edge_scores(log_probs: Tensor) -> Tensor:
+    """Return log-probabilities as prefix closure needs them: at most 0 on every device, no NaN."""
+    return log_probs.clamp_max(0.0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
 
 def _require_int(name: str, value: object, lowest: int, highest: int) -> None:
