@@ -121,9 +121,9 @@ def register(spec: OpSpec) -> OpSpec:
         _DEFINITIONS.impl(spec.name, spec.reference, _DECOMPOSED)
         return spec
     stand_in = _refusal(spec) if MODE == "kernel" else _announced(spec)
-    _DEFINITIONS.impl(spec.name, stand_in, _ANY_DEVICE)
+    _DEFINITIONS.impl(spec.name, _without_autocast(stand_in), _ANY_DEVICE)
     for key, implementation in spec.fast.items() if MODE == "auto" else ():
-        _DEFINITIONS.impl(spec.name, implementation, key)
+        _DEFINITIONS.impl(spec.name, _without_autocast(implementation), key)
     torch.library.register_fake(spec.qualified_name, spec.fake, lib=_DEFINITIONS)
     torch.library.register_autograd(
         spec.qualified_name,
@@ -194,6 +194,20 @@ def _why_no_kernel(kind: str) -> str:
     if kind != "npu":
         return "TREESPARK_OPS=reference" if MODE == "reference" else "kernels are for an NPU"
     return _kernels.reason or f"{LIBRARY.name} does not have it"
+
+
+def _without_autocast(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """The implementation with the dtypes of its arguments, also inside an autocast region."""
+
+    @wraps(implementation)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        kind = args[0].device.type
+        if not torch.is_autocast_enabled(kind):
+            return implementation(*args, **kwargs)
+        with torch.autocast(kind, enabled=False):
+            return implementation(*args, **kwargs)
+
+    return run
 
 
 def _no_gradient(spec: OpSpec) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from tests.serving_world import (
     run,
     world,
 )
-from treespark.drafter.auto import drafted_logits
+from treespark.drafter.auto import drafted_children
 from treespark.serving.engine import Engine, RoundBatch
 from treespark.serving.params import SamplingParams
 from treespark.serving.scheduler import Request
@@ -186,7 +186,7 @@ def recomputed_tree(target, model, policy: TreePolicy, ids: list[int], limit: in
     model.extend_context(context, 0, 0, features, torch.tensor(ids[:-1]))
     anchors = torch.tensor(ids[-1:])
     hidden = model.draft_block(context, [0], [len(ids) - 1], anchors)
-    pool = tree_policy.expand(drafted_logits(model, hidden, anchors), anchors, policy)
+    pool = tree_policy.expand_children(drafted_children(model, hidden, anchors), anchors, policy)
     tree = tree_policy.pack(pool, policy.budget, torch.tensor([limit]))
     size = int(tree.num_nodes[0]) + 1
     return tree.tokens[0, :size].tolist(), tree.parents[0, :size].tolist()

@@ -42,6 +42,11 @@ class PrepackedLinear(nn.Module):
         """x [..., in] -> [..., out]."""
         return self._product(x, self._packed, self._bias, "none", [], "")
 
+    @property
+    def packed(self) -> Tensor:
+        """The weight [out, in] in its blocked order: opaque but for shape, dtype and device."""
+        return self._packed
+
     def extra_repr(self) -> str:
         """Sizes, as nn.Linear prints them."""
         return f"in_features={self.in_features}, out_features={self.out_features}"

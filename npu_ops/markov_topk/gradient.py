@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import inf
 from torch.nn.functional import pad
 
@@ -35,6 +36,11 @@ def backward(
 
     They have their inputs' dtypes and are 0 in the columns from vocab_size on.
     """
+    with torch.autocast(grad_values.device.type, enabled=False):
+        return _gradients(ctx, grad_values, grad_lse)
+
+
+def _gradients(ctx: Any, grad_values: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     base_logits, base_row, latent, w2, indices, lse = ctx.saved_tensors
     z = logits(base_logits, base_row, latent, w2, ctx.inv_temperature, ctx.num_tokens, ctx.dtype)
     # A row that is -inf throughout has lse -inf and no gradient.

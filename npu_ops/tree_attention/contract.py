@@ -41,8 +41,31 @@ def check(
     block_size: int,
 ) -> None:
     """Raise RuntimeError for arguments against the contract, as far as shapes and dtypes say."""
+    _check_shapes(query, key, value, seq_lens, tree_mask, block_table, block_size)
+    _check_dtypes(query, key, value, seq_lens, tree_mask, block_table)
+    _, num_rows, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[2]
+    if head_dim not in HEAD_DIMS:
+        refuse(OP, f"D must be {' or '.join(map(str, HEAD_DIMS))}", head_dim)
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        refuse(OP, f"Hq must be a multiple of Hkv={num_kv_heads}", num_heads)
+    if not 1 <= num_rows <= MAX_ROWS:
+        refuse(OP, f"Q must be in 1..{MAX_ROWS}", num_rows)
+    if scale < 0:
+        refuse(OP, "scale must not be negative", scale)
+
+
+def _check_shapes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seq_lens: Tensor,
+    tree_mask: Tensor,
+    block_table: Tensor | None,
+    block_size: int,
+) -> None:
     check_shape(OP, "query", query, "B Q Hq D", {})
-    num_requests, num_rows, num_heads, head_dim = query.shape
+    num_requests, num_rows, _, head_dim = query.shape
     sizes = {"B": num_requests, "Q": num_rows, "D": head_dim}
     if block_size:
         check_shape(OP, "key", key, "P block_size Hkv D", sizes | {"block_size": block_size})
@@ -57,34 +80,28 @@ def check(
         refuse(OP, f"block_table must be given if and only if block_size {block_size} > 0", given)
     if block_table is not None:
         check_shape(OP, "block_table", block_table, "B M", sizes)
-        check_dtype(OP, "block_table", block_table, _INTEGERS)
         if block_size % BLOCK_STEP or not 0 < block_size <= MAX_BLOCK_SIZE:
             limits = f"{BLOCK_STEP}..{MAX_BLOCK_SIZE}"
             refuse(OP, f"block_size must be a multiple of {BLOCK_STEP} in {limits}", block_size)
+
+
+def _check_dtypes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seq_lens: Tensor,
+    tree_mask: Tensor,
+    block_table: Tensor | None,
+) -> None:
+    integers = {"seq_lens": seq_lens, "tree_mask": tree_mask}
+    if block_table is not None:
+        integers["block_table"] = block_table
     check_dtype(OP, "query", query, FLOATS)
     check_dtype(OP, "key", key, (query.dtype,))
     check_dtype(OP, "value", value, (query.dtype,))
-    check_dtype(OP, "seq_lens", seq_lens, _INTEGERS)
-    check_dtype(OP, "tree_mask", tree_mask, _INTEGERS)
-    check_device(
-        OP,
-        "query",
-        query.device,
-        key=key,
-        value=value,
-        seq_lens=seq_lens,
-        tree_mask=tree_mask,
-        block_table=block_table,
-    )
-    num_kv_heads = key.shape[2]
-    if head_dim not in HEAD_DIMS:
-        refuse(OP, f"D must be {' or '.join(map(str, HEAD_DIMS))}", head_dim)
-    if num_kv_heads == 0 or num_heads % num_kv_heads:
-        refuse(OP, f"Hq must be a multiple of Hkv={num_kv_heads}", num_heads)
-    if not 1 <= num_rows <= MAX_ROWS:
-        refuse(OP, f"Q must be in 1..{MAX_ROWS}", num_rows)
-    if scale < 0:
-        refuse(OP, "scale must not be negative", scale)
+    for name, tensor in integers.items():
+        check_dtype(OP, name, tensor, _INTEGERS)
+    check_device(OP, "query", query.device, key=key, value=value, **integers)
 
 
 def check_values(

@@ -235,4 +235,4 @@ def test_prepacked_weights_draft_the_same():
 
 def test_trees_are_refused_by_name():
     with pytest.raises(UsageError, match="model_type 'treespark_eagle3' can only draft chains"):
-        tiny_eagle3().node_logits(torch.zeros(1, 4, HIDDEN))
+        tiny_eagle3().node_children(torch.zeros(1, 4, HIDDEN))

@@ -83,6 +83,16 @@ def test_dispatched_call_gives_what_the_reference_gives(operator_and_arguments):
         torch.testing.assert_close(found_one, wanted, rtol=tolerance, atol=tolerance)
 
 
+def test_an_autocast_region_changes_nothing(operator_and_arguments):
+    operator, arguments = operator_and_arguments
+    expected = operator(*arguments)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = operator(*arguments)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_fast_forms_are_registered_for_their_keys_and_a_kernel_is_not(spec):
     name = spec.qualified_name

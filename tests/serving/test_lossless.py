@@ -106,6 +106,9 @@ def test_any_budget_and_branching_equal_generate(budget, branching):
         {"markov_rank": 0, "enable_confidence_head": False},
         {"markov_head_type": "gated"},
         {"markov_head_type": "rnn"},
+        # Ranks that the operator markov_topk takes.
+        {"markov_rank": 16},
+        {"markov_rank": 32, "markov_head_type": "gated"},
         {"anchor_predicts_next": False},
         {"block_size": 1},
         {"block_size": 8},

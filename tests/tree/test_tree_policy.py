@@ -21,6 +21,7 @@ from tests.tree.tree_oracle import (
 )
 from treespark.errors import UsageError
 from treespark.tree import TreePolicy, expand, pack
+from treespark.tree import policy as policy_module
 
 
 @st.composite
@@ -281,3 +282,17 @@ def test_a_budget_out_of_range_is_refused(budget):
 def test_frontier_width_defaults_to_branching():
     assert TreePolicy(branching=3).frontier_width == 3
     assert TreePolicy(branching=3, frontier=5).frontier_width == 5
+
+
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("num_values", [0, 2])
+def test_packing_by_the_operator_and_beyond_its_limits_is_the_same(
+    monkeypatch, num_values, limited
+):
+    base, bias, anchors = random_tables(31, 5, 4, 13, num_values=num_values)
+    pool = expand(table_logits(base, bias), anchors, TreePolicy(depth=4, branching=3))
+    limits = torch.tensor([0, 1, 2, 3, 4]) if limited else None
+    by_operator = [pack(pool, budget, limits) for budget in (1, 5, 30, 60)]
+    monkeypatch.setattr(policy_module, "within_limits", lambda *_: False)
+    for tree, budget in zip(by_operator, (1, 5, 30, 60), strict=True):
+        assert_same_tree(tree, pack(pool, budget, limits))

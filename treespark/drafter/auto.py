@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Drafter protocol, what serving needs from any drafter, and the loader for a folder."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModel
 from treespark.drafter.config import DrafterConfig, TreeSparkConfig
 from treespark.drafter.eagle3 import Eagle3Config, Eagle3Drafter
 from treespark.drafter.loading import TargetWeights, load_folder
-from treespark.drafter.modeling import NodeLogits, TreeSparkDrafter
+from treespark.drafter.modeling import TreeSparkDrafter
+from treespark.tree.policy import NodeChildren, children_of_logits
 
 AnyDrafter = TreeSparkDrafter | Eagle3Drafter
 DRAFTERS: dict[type[DrafterConfig], type[AnyDrafter]] = {
@@ -27,7 +28,7 @@ class Drafter(Protocol):
     """What the engine calls.
 
     R requests, B depths, H hidden size, m taps, V vocabulary, W parents. A drafter whose
-    `config.chain_only` is not None has no `node_logits`.
+    `config.chain_only` is not None has no `node_children`.
     """
 
     config: Any
@@ -61,8 +62,8 @@ class Drafter(Protocol):
     ) -> Tensor:
         """Return hidden [R, B, H] of one block per request."""
 
-    def node_logits(self, hidden: Tensor) -> Callable[[int, Tensor], Tensor]:
-        """Return (depth, parent_tokens [R, W]) -> logits [R, W, V] for tree expansion."""
+    def node_children(self, hidden: Tensor) -> NodeChildren:
+        """Return (depth, parent_tokens [R, W], k) -> k best children, for tree expansion."""
 
     def chain(self, hidden: Tensor, anchor_tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the greedy chain: tokens [R, B] and logits [R, B, V]."""
@@ -86,16 +87,16 @@ def load_drafter(
     return load_folder(Path(folder), DRAFTERS, target, dtype=dtype, device=device)
 
 
-def drafted_logits(drafter: Drafter, hidden: Tensor, anchor_tokens: Tensor) -> NodeLogits:
-    """Return the logits per node of drafted blocks, for tree expansion.
+def drafted_children(drafter: Drafter, hidden: Tensor, anchor_tokens: Tensor) -> NodeChildren:
+    """Return the children per node of drafted blocks, for tree expansion.
 
     hidden [R, B, H] of `draft_block`, anchor_tokens [R]. Of a drafter of chains they are those of
     its greedy chain, whatever the parent: right for the only child that such a policy proposes.
     """
     if drafter.config.chain_only is None:
-        return drafter.node_logits(hidden)
+        return drafter.node_children(hidden)
     _, logits = drafter.chain(hidden, anchor_tokens)
-    return lambda depth, _: logits[:, depth - 1 : depth]
+    return children_of_logits(lambda depth, _: logits[:, depth - 1 : depth])
 
 
 for _config, _drafter in DRAFTERS.items():

@@ -9,7 +9,7 @@ Shapes: S sequences, L positions, A anchors, R requests, B draft depths (`block_
 size, m taps, V vocabulary, D head size. Source: algorithms 1.7, 2.7, 3.6; DeepSpec's weight names.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from treespark.drafter.base import DrafterModel
 from treespark.drafter.cache import DraftCache
 from treespark.drafter.config import DrafterConfig
 from treespark.errors import UsageError
+from treespark.tree.policy import NodeChildren
 
 # As many as the block drafters of five layers have.
 NUM_DEFAULT_TAPS = 5
@@ -280,7 +281,7 @@ class Eagle3Drafter(DrafterModel):
                 tokens = self.base_logits(outputs[-1]).argmax(-1)
         return torch.stack(outputs, 1)
 
-    def node_logits(self, hidden: Tensor) -> Callable[[int, Tensor], Tensor]:
+    def node_children(self, hidden: Tensor) -> NodeChildren:
         """Raise `UsageError`: there are no trees."""
         raise UsageError(f"{self.config.chain_only} can only draft chains, not trees")
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from treespark.drafter.config import TreeSparkConfig
+from treespark.prepack import PrepackedLinear
 
 
 class MarkovHead(nn.Module):
@@ -60,6 +61,12 @@ class MarkovHead(nn.Module):
     def forward(self, parent_tokens: Tensor, hidden: Tensor) -> Tensor:
         """Return bias rows [..., V] float32; arguments as in `latent`."""
         return self.bias_rows(self.latent(parent_tokens, hidden))
+
+    @property
+    def projection(self) -> Tensor:
+        """Weight [V, r] of W2 as npu_ops.markov_topk takes it, plain or prepacked."""
+        w2: nn.Module = self.markov_w2
+        return w2.packed if isinstance(w2, PrepackedLinear) else self.markov_w2.weight
 
     def bias_rows(self, latent: Tensor) -> Tensor:
         """Return W2 applied to r-vectors [..., r]: [..., V] float32, product in W2's dtype."""

@@ -9,7 +9,7 @@ State-dict keys are those of DeepSpec checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,16 @@ from treespark.drafter.attention import context_bias, packed_attention, training
 from treespark.drafter.backbone import BlockLayer
 from treespark.drafter.base import DrafterModel
 from treespark.drafter.cache import DraftCache
+from treespark.drafter.children import markov_children
 from treespark.drafter.config import TreeSparkConfig
 from treespark.drafter.heads import ConfidenceHead, MarkovHead
 from treespark.errors import UsageError
+from treespark.tree.policy import children_of_logits
 
-NodeLogits = Callable[[int, Tensor], Tensor]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from treespark.tree.policy import NodeChildren, NodeLogits
 
 
 class TreeSparkDrafter(DrafterModel):
@@ -192,10 +197,28 @@ class TreeSparkDrafter(DrafterModel):
         hidden [R, B, H]; the base logits of all depths are computed once, here.
         Raises `UsageError` for the rnn head, which has a state per path: use `chain`.
         """
-        head = self.markov_head
-        if head is not None and head.head_type == "rnn":
+        self._require_tree_head()
+        return self._node_logits(hidden, self.base_logits(hidden))
+
+    def node_children(self, hidden: Tensor) -> NodeChildren:
+        """Return f(depth in 1..B, parent_tokens [R, W], k) -> the parents' k best children.
+
+        hidden [R, B, H]. What `node_logits` says, without logits per parent: by npu_ops.markov_topk
+        within its limits, beyond them (or without a Markov head) from the logits.
+        Raises `UsageError` for the rnn head, which has a state per path: use `chain`.
+        """
+        self._require_tree_head()
+        head, base = self.markov_head, self.base_logits(hidden)
+        from_logits = children_of_logits(self._node_logits(hidden, base))
+        return from_logits if head is None else markov_children(head, hidden, base, from_logits)
+
+    def _require_tree_head(self) -> None:
+        if self.markov_head is not None and self.markov_head.head_type == "rnn":
             raise UsageError("markov_head_type 'rnn' can only draft chains, not trees")
-        base = self.base_logits(hidden)
+
+    def _node_logits(self, hidden: Tensor, base: Tensor) -> NodeLogits:
+        """Return `node_logits` on base logits [R, B, V], which it shares."""
+        head = self.markov_head
 
         def logits(depth: int, parent_tokens: Tensor) -> Tensor:
             at = slice(depth - 1, depth)

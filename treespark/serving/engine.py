@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from treespark.drafter.auto import drafted_logits
+from treespark.drafter.auto import drafted_children
 from treespark.serving.accept import Accepted, accept
 from treespark.serving.checks import (
     check_drafter,
@@ -39,7 +39,7 @@ from treespark.serving.speculation import SpeculationControl
 from treespark.serving.stats import EngineStats, Totals
 from treespark.target.model import Segment
 from treespark.tree.packed import PackedTree
-from treespark.tree.policy import expand, pack
+from treespark.tree.policy import expand_children, pack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -298,8 +298,8 @@ class Engine:
         assert self.drafter is not None
         hidden = self.drafter.draft_block(self.context, batch.slots, batch.lengths, batch.anchors)
         self.clock.mark("draft")
-        node_logits = drafted_logits(self.drafter, hidden, batch.anchors)
-        pool = expand(node_logits, batch.anchors, policy)
+        children = drafted_children(self.drafter, hidden, batch.anchors)
+        pool = expand_children(children, batch.anchors, policy)
         limits = torch.tensor(batch.max_depths, device=batch.anchors.device)
         tree = pack(pool, policy.budget, limits)
         self.clock.mark("expand")

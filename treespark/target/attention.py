@@ -15,7 +15,6 @@ long, unfolded heads 1.1 to 1.5 times.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,10 +23,12 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+import npu_ops
+from npu_ops.tree_attention.fast import tree_bias
 from treespark.target.padded import PaddedPlan, padded_attention
 
 if TYPE_CHECKING:
-    from treespark.target.kv_cache import TargetState
+    from treespark.target.kv_cache import KVCache, TargetState
 
 ATTENTION_NAME = "treespark"
 
@@ -45,11 +46,31 @@ class Span:
 
 
 @dataclass
+class TreeRows:
+    """The trees of one verification for the operator tree_attention, padded to Q rows each.
+
+    slots, starts: of each request, its cache rows and the first of its tree's.  seq_lens [R] int32:
+    starts on the device.  words [R, Q, W] int32: ancestor masks.  block_table [R, M] int32.
+    """
+
+    cache: KVCache
+    slots: list[int]
+    starts: list[int]
+    seq_lens: Tensor
+    words: Tensor
+    block_table: Tensor
+
+
+@dataclass
 class AttentionPlan:
-    """What attention needs to know about one forward; without state, spans see only themselves."""
+    """What attention needs to know about one forward; without state, spans see only themselves.
+
+    trees: instead of spans, where a kernel attends to all trees at once.
+    """
 
     spans: list[Span]
     state: TargetState | None = None
+    trees: TreeRows | None = None
 
 
 def attention_bias(
@@ -69,9 +90,7 @@ def attention_bias(
         return None
     if mask is None:
         mask = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device).tril_()
-    bias = torch.zeros(num_rows, start + num_rows, dtype=dtype, device=device)
-    bias[:, start:].masked_fill_(mask.logical_not(), -math.inf)
-    return bias.repeat(groups, 1)
+    return tree_bias(mask, start, groups, dtype)
 
 
 def attend(
@@ -113,6 +132,8 @@ def rows_attention(
     if isinstance(treespark_plan, PaddedPlan):
         layer: int = module.layer_idx  # type: ignore[assignment]
         return padded_attention(layer, query, key, value, scaling, treespark_plan), None
+    if treespark_plan.trees is not None:
+        return _trees_attention(module, query, key, value, treespark_plan.trees, scaling), None
     state, outputs = treespark_plan.state, []
     for span in treespark_plan.spans:
         query_rows = query.narrow(2, span.offset, span.length)
@@ -122,6 +143,28 @@ def rows_attention(
             keys, values = state.write(module.layer_idx, span.slot, span.start, keys, values)  # type: ignore[arg-type]
         outputs.append(attend(query_rows, keys, values, span.bias, scaling))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
+
+
+def _trees_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, trees: TreeRows, scaling: float
+) -> Tensor:
+    """Write all trees' rows into the cache and return [1, R * Q, Hq, D] by one operator call."""
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    num_trees = len(trees.slots)
+    rows = [part[0].unflatten(1, (num_trees, -1)) for part in (query, key, value)]
+    for number, (slot, start) in enumerate(zip(trees.slots, trees.starts, strict=True)):
+        keys, values = (part[None, :, number] for part in rows[1:])
+        trees.cache.write(layer, slot, start, keys, values)
+    out = npu_ops.tree_attention(
+        rows[0].permute(1, 2, 0, 3),
+        *trees.cache.blocks(layer),
+        trees.seq_lens,
+        trees.words,
+        trees.block_table,
+        scaling,
+        trees.cache.block_size,
+    ).out
+    return out.flatten(0, 1)[None]
 
 
 # No entry in transformers' AttentionMaskInterface: for a name without one, models build no mask and

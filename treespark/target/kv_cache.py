@@ -41,6 +41,9 @@ class KVCache:
 
     zeroed: False leaves them uninitialised. Needed for `write_rows`, which returns rows that nobody
     has written: attention hides them, but what is hidden has to be a number.
+
+    block_size > 0: the heads of a row lie side by side and a slot is whole blocks of so many rows,
+    as the operator tree_attention reads them (`blocks`).
     """
 
     def __init__(
@@ -54,13 +57,38 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str,
         zeroed: bool = False,
+        block_size: int = 0,
     ) -> None:
         self.num_slots = num_slots
         self.max_len = max_len
-        shape = (num_slots, num_heads, max_len, head_dim)
+        self.block_size = block_size
         make = torch.zeros if zeroed else torch.empty
-        self.keys = [make(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [make(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+        def rows() -> Tensor:
+            if not block_size:
+                shape = (num_slots, num_heads, max_len, head_dim)
+                return make(shape, dtype=dtype, device=device)
+            num_rows = -(-max_len // block_size) * block_size
+            rows_first = (num_slots, num_rows, num_heads, head_dim)
+            return make(rows_first, dtype=dtype, device=device).transpose(1, 2)
+
+        self.keys = [rows() for _ in range(num_layers)]
+        self.values = [rows() for _ in range(num_layers)]
+
+    def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return views [num_slots * M, block_size, H, D] of keys and values: M blocks per slot."""
+        assert self.block_size, "a cache without blocks"
+        keys, values = (
+            rows[layer].transpose(1, 2).unflatten(1, (-1, self.block_size)).flatten(0, 1)
+            for rows in (self.keys, self.values)
+        )
+        return keys, values
+
+    def block_table(self, slots: list[int]) -> Tensor:
+        """Return the blocks of each slot, [len(slots), M] int32."""
+        num_blocks = self.keys[0].shape[2] // self.block_size
+        first = torch.tensor(slots, dtype=torch.int32, device=self.keys[0].device) * num_blocks
+        return first[:, None] + torch.arange(num_blocks, dtype=torch.int32, device=first.device)
 
     def write(
         self, layer: int, slot: int, start: int, keys: Tensor, values: Tensor

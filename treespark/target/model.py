@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+import npu_ops
+from npu_ops.tree_attention import fits as within_limits
 from treespark.device import resolve_device, resolve_dtype
 from treespark.errors import UsageError
 from treespark.prepack import prepack_linears
-from treespark.target.attention import AttentionPlan, Span, attention_bias
+from treespark.target.attention import AttentionPlan, Span, TreeRows, attention_bias
 from treespark.target.families import TargetFamily, family_of
 from treespark.target.folder import (
     check_folder,
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
     from treespark.tree.packed import PackedTree
 
 LogitsOf = Literal["all", "last", "none"]
+
+# Cache rows of one block where a kernel reads the cache: its tile of keys.
+KERNEL_BLOCK = 128
 
 
 @dataclass
@@ -200,7 +205,17 @@ class TargetModel:
             dtype=self.dtype,
             device=self.device,
             zeroed=self.runs_padding,
+            block_size=KERNEL_BLOCK if self._has_tree_kernel else 0,
         )
+
+    @property
+    def _has_tree_kernel(self) -> bool:
+        """Whether a kernel of tree_attention serves this target on its device.
+
+        Elsewhere `attend` is faster: one request at a time, over the rows that are there.
+        """
+        kernel = npu_ops.has_kernel("tree_attention", self.device)
+        return kernel and within_limits(self._head_dim, 1)
 
     def _run(
         self, token_ids: Tensor, position_ids: Tensor, plan: AttentionPlan | PaddedPlan
@@ -283,6 +298,9 @@ class TargetModel:
         A node sees the committed rows and its ancestors, at position lengths[i] + depth. Its rows
         stay tentative in the cache until commit. See `runs_padding`.  Source: TreeSpark A.3.
         """
+        width = tree.tokens.shape[1]
+        if isinstance(cache, KVCache) and cache.block_size and within_limits(self._head_dim, width):
+            return self._verify_by_kernel(tree, cache, slots, lengths)
         if self.runs_padding:
             return self._verify_padded(tree, cache, slots, lengths)
         counts = (tree.num_nodes + 1).tolist()
@@ -299,7 +317,6 @@ class TargetModel:
             for i, (slot, length, n) in enumerate(zip(slots, lengths, counts, strict=True))
         ]
         out = self.forward_rows(segments, cache, logits="all")
-        width = tree.tokens.shape[1]
         return VerifyOutput(
             _padded(out.logits, counts, width), _padded(out.features, counts, width)
         )
@@ -318,6 +335,29 @@ class TargetModel:
         return VerifyOutput(
             logits.view(*shape, logits.shape[-1]), features.reshape(*shape, features.shape[-1])
         )
+
+    @torch.no_grad()
+    def _verify_by_kernel(
+        self, tree: PackedTree, cache: KVCache, slots: list[int], lengths: list[int]
+    ) -> VerifyOutput:
+        """`verify` over all slots of the trees, padding included, without waiting for the device.
+
+        Every shape is that of the budget, so that a captured graph can be replayed.
+        """
+        num_trees, width = tree.tokens.shape
+        assert max(lengths) + width <= cache.max_len, (lengths, width, cache.max_len)
+        seq_lens = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+        is_node = tree.valid[..., None]
+        words = npu_ops.words_from_mask(tree.ancestor_mask() & is_node)
+        trees = TreeRows(cache, slots, lengths, seq_lens, words, cache.block_table(slots))
+        positions = tree.position_ids(seq_lens).long()
+        plan = AttentionPlan([], trees=trees)
+        features, hidden = self._run(tree.tokens.flatten(), positions.flatten(), plan)
+        logits, features = (
+            rows.unflatten(0, (num_trees, width)).masked_fill(~is_node, 0)
+            for rows in (self.logits(hidden), features)
+        )
+        return VerifyOutput(logits, features)
 
     def commit(
         self, cache: TargetState, slots: list[int], lengths: list[int], paths: list[list[int]]

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from treespark.drafter.auto import drafted_logits
-from treespark.tree.policy import NodeLogits, TreePolicy, expand, pack
+from treespark.drafter.auto import drafted_children
+from treespark.tree.policy import NodeChildren, TreePolicy, expand_children, pack
 from treespark.tree.verify import accept_tokens
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ def _accepted_everywhere(
     for chunk in anchors.split(_ANCHORS_AT_ONCE):
         keep = torch.ones_like(chunk, dtype=torch.bool)
         hidden = drafter.training_blocks(tokens[None], row_features, chunk[None], keep[None])[0]
-        node_logits = drafted_logits(drafter, hidden, tokens[chunk])
-        for name, tree in _trees(node_logits, tokens[chunk], policies):
+        node_children = drafted_children(drafter, hidden, tokens[chunk])
+        for name, tree in _trees(node_children, tokens[chunk], policies):
             results[name].append(
                 accept_tokens(
                     tree, _wanted(tree, chunk, tokens), drafter.config.block_size
@@ -91,7 +91,7 @@ def _accepted_everywhere(
 
 
 def _trees(
-    node_logits: NodeLogits, anchor_tokens: Tensor, policies: Mapping[str, TreePolicy]
+    node_children: NodeChildren, anchor_tokens: Tensor, policies: Mapping[str, TreePolicy]
 ) -> list[tuple[str, PackedTree]]:
     """Every policy's tree; policies that differ in budget alone share one expansion."""
     pools = {}
@@ -99,7 +99,7 @@ def _trees(
     for name, policy in policies.items():
         shape = (policy.depth, policy.branching, policy.frontier)
         if shape not in pools:
-            pools[shape] = expand(node_logits, anchor_tokens, policy)
+            pools[shape] = expand_children(node_children, anchor_tokens, policy)
         trees.append((name, pack(pools[shape], policy.budget)))
     return trees
 

@@ -8,9 +8,12 @@ the device, and no shape depends on the data.
 from treespark.tree.packed import PackedTree
 from treespark.tree.policy import (
     CandidatePool,
+    Children,
+    NodeChildren,
     NodeLogits,
     TreePolicy,
     expand,
+    expand_children,
     ordered_topk,
     pack,
 )
@@ -19,12 +22,15 @@ from treespark.tree.verify import AcceptedPath, accept_greedy, accept_tokens
 __all__ = [
     "AcceptedPath",
     "CandidatePool",
+    "Children",
+    "NodeChildren",
     "NodeLogits",
     "PackedTree",
     "TreePolicy",
     "accept_greedy",
     "accept_tokens",
     "expand",
+    "expand_children",
     "ordered_topk",
     "pack",
 ]

@@ -21,17 +21,34 @@ holds the parents of its nodes, also where scores tie or are -inf.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax, pad
 
+import npu_ops
 from npu_ops.ordered import ordered_topk
+from npu_ops.pack_tree import fits as within_limits
 from treespark.errors import UsageError
 from treespark.tree.packed import NO_PARENT, PackedTree
 
 NodeLogits = Callable[[int, Tensor], Tensor]
 """(depth d in 1..B, parent tokens [R, W] int64) -> next-token logits [R, W, V]."""
+
+
+class Children(NamedTuple):
+    """The best children of each parent in the total order.
+
+    tokens [R, W, k] int64.  log_probs [R, W, k] float: of token given parent, at most 0, no NaN.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+
+
+NodeChildren = Callable[[int, Tensor, int], Children]
+"""(depth d in 1..B, parent tokens [R, W] int64, branching) -> their min(branching, V) children."""
 
 # Largest trees: as the recipe's `policy` section has them. What is larger exhausts memory, and no
 # target gains from it.
@@ -95,18 +112,28 @@ class CandidatePool:
         return slice(first, first + widths[depth - 1])
 
 
-@torch.no_grad()
 def expand(node_logits: NodeLogits, anchors: Tensor, policy: TreePolicy) -> CandidatePool:
+    """Propose candidates depth by depth from the logits of each parent; see `expand_children`.
+
+    A NaN or +inf logit, or a row that is -inf throughout, gives all children of that parent the
+    score -inf: they rank last, and the tree stays well formed.
+    """
+    return expand_children(children_of_logits(node_logits), anchors, policy)
+
+
+@torch.no_grad()
+def expand_children(
+    node_children: NodeChildren, anchors: Tensor, policy: TreePolicy
+) -> CandidatePool:
     """Propose candidates depth by depth: the best children of the frontier, which moves on to them.
 
-    node_logits: called once per depth, in order, with the frontier's tokens, [R, 1] and then
+    node_children: called once per depth, in order, with the frontier's tokens, [R, 1] and then
     [R, W].  anchors: [R] int64.  Returns k * (1 + W_2 + ... + W_B) candidates per request, where
-    k = min(branching, V) and W_d = min(frontier width, candidates at depth d-1).  Scores are
-    float32, or float64 for float64 logits.
+    k = min(branching, V) and W_d = min(frontier width, candidates at depth d-1).  Scores have the
+    dtype of the children's, float32 or float64.
 
-    No gradient is recorded, the result is a discrete choice.  A NaN or +inf logit, or a row that is
-    -inf throughout, gives all children of that parent the score -inf: they rank last, and the tree
-    stays well formed.  Nothing raises, as that would wait for the device.
+    No gradient is recorded, the result is a discrete choice.  Nothing raises, as that would wait
+    for the device.
     Source: TreeSpark A.1 (policy), eq. 5 (score).
     """
     tokens: list[Tensor] = []
@@ -119,13 +146,12 @@ def expand(node_logits: NodeLogits, anchors: Tensor, policy: TreePolicy) -> Cand
     frontier = torch.full_like(frontier_tokens, NO_PARENT)
     num_created = 0
     for depth in range(1, policy.depth + 1):
-        logits = node_logits(depth, frontier_tokens)
-        child_tokens, edge_scores = _best_children(logits, policy.branching)
+        child_tokens, log_probs = node_children(depth, frontier_tokens, policy.branching)
         frontiers.append(frontier)
         tokens.append(child_tokens.flatten(1))
         parents.append(frontier[..., None].expand_as(child_tokens).flatten(1))
         depths.append(torch.full_like(tokens[-1], depth, dtype=torch.int32))
-        scores.append((frontier_scores[..., None] + edge_scores).flatten(1))
+        scores.append((frontier_scores[..., None] + log_probs).flatten(1))
         if depth < policy.depth:
             frontier_scores, rank = ordered_topk(scores[-1], policy.frontier_width)
             frontier_tokens = tokens[-1].gather(1, rank)
@@ -152,13 +178,39 @@ def pack(pool: CandidatePool, budget: int, max_depths: Tensor | None = None) -> 
     """
     _require_int("budget", budget, 0, MAX_BUDGET)
     num_candidates = pool.tokens.shape[1]
-    if max_depths is None:
-        kept = ordered_topk(pool.scores, budget).indices
+    counts = _num_allowed(pool, max_depths)
+    if within_limits(num_candidates, budget):
+        bias = pool.scores.new_zeros(len(pool.frontiers) + 1)
+        rows = npu_ops.pack_tree(pool.scores, pool.parents.int(), pool.depths, counts, bias, budget)
+        index, parents, depths = rows.index.long(), rows.parent, rows.depth
     else:
-        # A refused node stands behind all allowed ones, so it loses every tie against them.
-        refused = pool.depths > max_depths[:, None]
-        kept = ordered_topk(pool.scores.masked_fill(refused, -torch.inf), budget).indices
-        kept = kept.masked_fill(refused.gather(1, kept), num_candidates)
+        index, parents, depths = _packed_rows(pool, counts, budget)
+    pool_index = pad(index, (1, 0), value=-1)
+    no_node, source = pool_index < 0, pool_index.clamp_min(0)
+    tokens = pool.tokens.gather(1, source).masked_fill_(no_node, 0)
+    scores = pool.scores.gather(1, source).masked_fill_(no_node, -torch.inf)
+    valid = ~no_node
+    tokens[:, 0], scores[:, 0], valid[:, 0] = pool.anchors, 0.0, True
+    return PackedTree(tokens, parents, depths, scores, valid, pool_index)
+
+
+def _num_allowed(pool: CandidatePool, max_depths: Tensor | None) -> Tensor:
+    """Return how many candidates each request may keep, [R] int32; they have the first columns."""
+    if max_depths is None:
+        return torch.full_like(pool.anchors, pool.depths.shape[1], dtype=torch.int32)
+    return (pool.depths <= max_depths[:, None]).sum(1, dtype=torch.int32)
+
+
+def _packed_rows(pool: CandidatePool, counts: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What npu_ops.pack_tree returns as index, parent and depth, for sizes beyond its limits.
+
+    index: int64.
+    """
+    num_candidates = pool.tokens.shape[1]
+    # A refused node stands behind all allowed ones, so it loses every tie against them.
+    refused = torch.arange(num_candidates, device=counts.device) >= counts[:, None]
+    kept = ordered_topk(pool.scores.masked_fill(refused, -torch.inf), budget).indices
+    kept = kept.masked_fill(refused.gather(1, kept), num_candidates)
     kept = pad(kept.sort(dim=1).values, (0, budget - kept.shape[1]), value=num_candidates)
 
     # Source of each slot in the pool with the anchor put before it (0) and a pad after it (M+1).
@@ -166,25 +218,29 @@ def pack(pool: CandidatePool, budget: int, max_depths: Tensor | None = None) -> 
     slots = torch.arange(budget + 1, device=source.device).expand_as(source)
     slot_of = source.new_zeros(source.shape[0], num_candidates + 2).scatter(1, source, slots)
     parents = slot_of.gather(1, pad(pool.parents + 1, (1, 1)).gather(1, source))
-    valid = source <= num_candidates
-    no_node = ~valid | (slots == 0)
-    return PackedTree(
-        tokens=torch.cat([pool.anchors[:, None], pad(pool.tokens, (0, 1))], 1).gather(1, source),
-        parents=parents.masked_fill(no_node, NO_PARENT).int(),
-        depths=pad(pool.depths, (1, 1)).gather(1, source),
-        scores=pad(pool.scores, (1, 1)).gather(1, source).masked_fill(~valid, -torch.inf),
-        valid=valid,
-        pool_index=(source - 1).masked_fill(no_node, -1),
+    no_node = (source > num_candidates) | (slots == 0)
+    return (
+        kept.masked_fill(kept == num_candidates, -1),
+        parents.masked_fill(no_node, NO_PARENT).int(),
+        pad(pool.depths, (1, 1)).gather(1, source),
     )
 
 
-def _best_children(logits: Tensor, branching: int) -> tuple[Tensor, Tensor]:
-    """Return each parent's best tokens [R, W, k] int64 and their log-probabilities, at most 0."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    tokens = ordered_topk(logits, branching).indices
-    log_probs = log_softmax(logits, -1).gather(-1, tokens)
-    # Prefix closure needs edges of at most 0 on every device, and no NaN, which no order can place.
-    return tokens, log_probs.clamp_max(0.0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+def children_of_logits(node_logits: NodeLogits) -> NodeChildren:
+    """Return the function that picks each parent's best children from its logits."""
+
+    def node_children(depth: int, parent_tokens: Tensor, branching: int) -> Children:
+        logits = node_logits(depth, parent_tokens)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        tokens = ordered_topk(logits, branching).indices
+        return Children(tokens, edge_scores(log_softmax(logits, -1).gather(-1, tokens)))
+
+    return node_children
+
+
+def edge_scores(log_probs: Tensor) -> Tensor:
+    """Return log-probabilities as prefix closure needs them: at most 0 on every device, no NaN."""
+    return log_probs.clamp_max(0.0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
 
 def _require_int(name: str, value: object, lowest: int, highest: int) -> None:

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Children by the operator markov_topk are those that the logits of the nodes have."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import npu_ops
+from tests.drafter.helpers import VOCAB, features, tiny_drafter
+from treespark.errors import UsageError
+from treespark.prepack import can_prepack
+from treespark.tree.policy import TreePolicy, children_of_logits, expand, expand_children
+
+PARENTS = torch.tensor([[1, 5, 5], [96, 0, 7]])
+
+
+class Operators(TorchDispatchMode):
+    """Names of the project's operators that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "treespark":
+            self.names.add(func.name().removeprefix("treespark::"))
+        return func(*args, **(kwargs or {}))
+
+
+def make(head, rank=16, **changes):
+    if head == "none":
+        return tiny_drafter(markov_rank=0, enable_confidence_head=False, **changes)
+    return tiny_drafter(markov_head_type=head, markov_rank=rank, **changes)
+
+
+def random_hidden(drafter, seed=3):
+    return features(seed, 2, drafter.config.block_size, taps=1)
+
+
+@torch.no_grad()
+def assert_same_children(drafter, hidden, k=4):
+    found, wanted = drafter.node_children(hidden), children_of_logits(drafter.node_logits(hidden))
+    for depth in range(1, drafter.config.block_size + 1):
+        children, expected = found(depth, PARENTS, k), wanted(depth, PARENTS, k)
+        assert torch.equal(children.tokens, expected.tokens)
+        # 1e-5: a difference of float32 logits around 10 against log_softmax.
+        torch.testing.assert_close(children.log_probs, expected.log_probs, rtol=0, atol=1e-5)
+        assert (children.log_probs <= 0).all()
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated"])
+def test_children_by_the_operator_are_those_of_the_logits(head):
+    drafter = make(head)
+    with Operators() as operators:
+        assert_same_children(drafter, random_hidden(drafter))
+    assert operators.names == {"markov_topk"}
+
+
+@pytest.mark.parametrize(("head", "rank"), [("vanilla", 8), ("gated", 8), ("none", 0)])
+def test_beyond_the_operators_limits_the_logits_are_used(head, rank):
+    drafter = make(head, rank)
+    with Operators() as operators:
+        assert_same_children(drafter, random_hidden(drafter))
+    assert operators.names == set()
+
+
+def test_plain_weights_of_half_precision_leave_the_operator_to_a_kernel(monkeypatch):
+    drafter = make("vanilla").to(torch.bfloat16)
+    hidden = random_hidden(drafter).bfloat16()
+    with Operators() as operators:
+        drafter.node_children(hidden)(1, PARENTS, 4)
+    assert operators.names == set()
+    monkeypatch.setattr(npu_ops, "has_kernel", lambda *_: True)
+    with Operators() as operators:
+        drafter.node_children(hidden)(1, PARENTS, 4)
+    assert operators.names == {"markov_topk"}
+
+
+def test_more_children_than_the_operator_gives_come_from_the_logits():
+    drafter = make("vanilla")
+    with Operators() as operators:
+        assert_same_children(drafter, random_hidden(drafter), k=33)
+    assert operators.names == set()
+
+
+def test_more_children_than_tokens_are_all_tokens():
+    drafter = tiny_drafter(markov_rank=16)
+    children = drafter.node_children(random_hidden(drafter))(1, PARENTS, 32)
+    assert children.tokens.shape == (2, 3, 32)
+    assert children.tokens.max() < VOCAB
+
+
+def test_prepacked_weights_go_to_the_operator_as_they_are():
+    drafter = make("vanilla")
+    reason = can_prepack(drafter.markov_head.markov_w2.weight)
+    if reason is not None:
+        pytest.skip(reason)
+    hidden = random_hidden(drafter)
+    before = drafter.node_children(hidden)(2, PARENTS, 4)
+    drafter.prepack()
+    with Operators() as operators, torch.inference_mode():
+        after = drafter.node_children(hidden)(2, PARENTS, 4)
+    assert operators.names == {"markov_topk"}
+    assert torch.equal(before.tokens, after.tokens)
+    # 1e-5: another order of summation in the product.
+    torch.testing.assert_close(before.log_probs, after.log_probs, rtol=0, atol=1e-5)
+
+
+def test_whole_pools_by_the_operator_are_those_of_the_logits():
+    drafter = make("vanilla")
+    hidden, anchors = random_hidden(drafter), torch.tensor([3, 90])
+    policy = TreePolicy(depth=5, branching=4, budget=16)
+    found = expand_children(drafter.node_children(hidden), anchors, policy)
+    wanted = expand(drafter.node_logits(hidden), anchors, policy)
+    assert torch.equal(found.tokens, wanted.tokens)
+    assert torch.equal(found.parents, wanted.parents)
+
+
+def test_rnn_head_is_refused_for_trees():
+    drafter = make("rnn")
+    with pytest.raises(UsageError, match="markov_head_type 'rnn'"):
+        drafter.node_children(random_hidden(drafter))

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The best children of tree nodes by the operator markov_topk, without logits per node.
+
+Shapes: R requests, B depths, H hidden size, W parents, V vocabulary, k children.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+import npu_ops
+from npu_ops.markov_topk import fits as within_limits
+from treespark.tree.policy import Children, edge_scores
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from treespark.drafter.heads import MarkovHead
+    from treespark.tree.policy import NodeChildren
+
+
+def pays(w2: Tensor) -> bool:
+    """Whether the operator with this weight is no slower than logits of every parent.
+
+    Without a kernel it sums products of half precision in float32, by converting w2: measured on a
+    CPU, replay in training then takes 1.2 times as long.
+    """
+    is_half = w2.dtype in (torch.bfloat16, torch.float16)
+    return w2.is_mkldnn or not is_half or npu_ops.has_kernel("markov_topk", w2.device)
+
+
+def markov_children(
+    head: MarkovHead, hidden: Tensor, base: Tensor, from_logits: NodeChildren
+) -> NodeChildren:
+    """Return the function of a head without a state along paths.
+
+    hidden [R, B, H]; base [R, B, V], the logits without the head's bias. from_logits: the same
+    function, for sizes beyond the operator's limits and where it does not pay.
+    """
+    if not pays(head.projection):
+        return from_logits
+    num_requests, num_depths, vocab = base.shape
+    rank, table = head.markov_w1.embedding_dim, base.flatten(0, 1)
+    first_rows = torch.arange(num_requests, device=base.device, dtype=torch.int32) * num_depths
+
+    def node_children(depth: int, parent_tokens: Tensor, branching: int) -> Children:
+        width, k = parent_tokens.shape[1], min(branching, vocab)
+        if not within_limits(rank, k, num_requests * max(width, num_depths)):
+            return from_logits(depth, parent_tokens, branching)
+        latent = head.latent(parent_tokens, hidden[:, depth - 1 : depth])
+        base_row = (first_rows + (depth - 1)).repeat_interleave(width)
+        best = npu_ops.markov_topk(table, base_row, latent.flatten(0, 1), head.projection, k)
+        log_probs = edge_scores(best.values - best.lse[:, None])
+        shape = (num_requests, width, k)
+        return Children(best.indices.long().view(shape), log_probs.view(shape))
+
+    return node_children
