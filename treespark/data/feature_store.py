@@ -185,10 +185,10 @@ class FeatureStore:
                 self._begin()
             write_atomic(shard, [data])
             write_json_atomic(index, content)
-        except OSError as error:
+        except (UsageError, OSError) as error:
             raise UsageError(
-                f"data.store {self.folder}: cannot be written: {error.strerror}; the "
-                f"{len(self._places)} rows before are kept, the same command goes on from them"
+                f"data.store: {error}; the {len(self._places)} rows before are kept, the same "
+                "command goes on from them"
             ) from None
         finally:
             if not index.exists():
