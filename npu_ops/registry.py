@@ -3,7 +3,7 @@
 
 An operator is one `OpSpec`. Its schema is written in Python, once. The reference serves every
 device; a fast form is registered for the dispatch keys it is made for, and the kernel library, a
-shared object built by build.sh, adds PrivateUse1 (an NPU) and nothing else. Which one runs is the
+shared object in npu_ops/lib, adds PrivateUse1 (an NPU) and nothing else. Which one runs is the
 dispatcher's decision by the key of the tensors, never an `if`.
 
 TREESPARK_OPS: auto takes the best there is; reference leaves fast forms and library out; kernel
@@ -81,9 +81,9 @@ class _Kernels:
 
 
 def _absent() -> str:
-    """Say where the library would be, and how it gets there."""
+    """Say where the library would be."""
     place = LIBRARY.relative_to(LIBRARY.parents[2])
-    return f"no kernels built: {place} is missing (bash npu_ops/build.sh)"
+    return f"no kernels built: {place} is missing"
 
 
 def _initial_reason() -> str:

@@ -131,6 +131,7 @@ def test_random_prompts_arrive_at_their_rate(server, capsys):
         ({"dataset_path": None}, "--dataset-path: missing"),
         ({"dataset_name": "sharegpt"}, "--dataset-name sharegpt"),
         ({"request_rate": 0.0}, "--request-rate 0.0"),
+        ({"temperature": float("nan")}, "--temperature nan"),
         ({"percentile_metrics": "ttft,x"}, "--percentile-metrics x"),
         ({"metric_percentiles": "101"}, "--metric-percentiles 101"),
         ({"base_url": "localhost"}, "--base-url localhost: need an address"),

@@ -145,7 +145,8 @@ def recipe_output(words):
 def test_every_file_in_a_command_exists_or_was_made_by_an_earlier_one(path):
     made = set()
     for words in (words for text in blocks(path, "bash") for words in commands(text)):
-        outs = {words[i + 1] for i, word in enumerate(words[:-1]) if word == "--out"}
+        # What `--set` names is the recipe's business.
+        outs = {words[i + 1] for i, word in enumerate(words[:-1]) if word in ("--out", "--set")}
         for word in words[1:]:
             is_path = "/" in word and not word.startswith(("http", ".venv/"))
             if not is_path or word in outs or USERS_FILE.fullmatch(word):

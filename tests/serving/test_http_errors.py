@@ -11,6 +11,7 @@ from tests.serving_world import TEXT_VOCAB
 from treespark.serving.guard import Guard
 from treespark.serving.limits import MAX_BODY_BYTES, MAX_HEADERS
 
+JSON = {"content-type": "application/json"}
 ROUTES = [
     ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/version"), ("GET", "/model_info"),
     ("GET", "/server_info"), ("GET", "/openapi.json"), ("POST", "/v1/completions"),
@@ -76,7 +77,7 @@ def test_a_prompt_of_the_whole_context_but_one_is_served(server):
 
 def test_a_body_that_is_no_json_is_refused(server):
     for content in (b"", b"{", b"null", b"[]", b"[" * 20_000, b'{"prompt": NaN}'):
-        error_of(server.post("/v1/completions", content=content), 400)
+        error_of(server.post("/v1/completions", content=content, headers=JSON), 400)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +96,23 @@ def test_too_many_or_too_long_headers_are_refused(server):
 
 
 def test_a_body_over_the_limit_is_refused_with_or_without_its_length(server):
-    error_of(server.post("/tokenize", content=b"x" * (MAX_BODY_BYTES + 1)), 413)
+    error_of(server.post("/tokenize", content=b"x" * (MAX_BODY_BYTES + 1), headers=JSON), 413)
 
     async def parts():
         for _ in range(70):
             yield b"x" * 65_536
 
-    error_of(server.post("/tokenize", content=parts()), 413)
+    error_of(server.post("/tokenize", content=parts(), headers=JSON), 413)
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "multipart/form-data", "application/jsonl"])
+def test_a_body_of_another_type_is_refused_as_any_web_page_may_send_it(server, kind):
+    headers = {} if kind is None else {"content-type": kind}
+    content = b'{"prompt": "a"}'
+    error_of(server.post("/v1/completions", content=content, headers=headers), 415)
+    headers = {"content-type": "Application/JSON; charset=utf-8"}
+    body = server.post("/v1/completions", content=content, headers=headers)
+    assert body.status_code == 200
 
 
 def test_a_post_without_length_and_one_with_both_lengths_are_refused():
@@ -121,7 +132,8 @@ def test_a_post_without_length_and_one_with_both_lengths_are_refused():
     length, chunked = (b"content-length", b"2"), (b"transfer-encoding", b"chunked")
     assert status_of([]) == (411, 411)
     assert status_of([length, chunked]) == (400, 400)
-    assert status_of([(b"content-length", b"two")]) == (400, 400)
+    kind = (b"content-type", b"application/json")
+    assert status_of([kind, (b"content-length", b"two")]) == (400, 400)
 
 
 def test_a_body_that_does_not_come_is_given_up():
@@ -133,7 +145,8 @@ def test_a_body_that_does_not_come_is_given_up():
     async def receive():
         await asyncio.sleep(60)
 
-    scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"content-length", b"2")]}
+    headers = [(b"content-length", b"2"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": headers}
     asyncio.run(Guard(None, body_s=0.05)(scope, receive, send))
     assert sent[0]["status"] == 408
 

@@ -139,6 +139,14 @@ def test_the_verbs_build_and_name_bad_shards_with_exit_code_1(tmp_path, capsys, 
     assert code == 1
     assert f"bad: {shard.name}: sha256 differs" in text
     assert command("verify", tmp_path / "store")[0] == 1
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-50])
+    code, text = command("build", path)
+    assert code == 2
+    assert f"{shard} is damaged ({len(whole) - 50} bytes, should be {len(whole)} bytes)" in text
+    shard.unlink()
+    assert "it is missing" in command("build", path)[1]
+    shard.write_bytes(whole)
     code, text = command("verify", path, "--set", "drafter.target_layer_ids=[1, 2]")
     assert code == 2
     assert "target_layer_ids was [0, 2], now [1, 2]" in text

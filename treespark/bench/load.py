@@ -124,6 +124,8 @@ def _check(options: LoadOptions) -> tuple[list[str], list[float]]:
         raise UsageError(f"--request-rate {options.request_rate}: need a number above 0, or inf")
     if not (options.burstiness > 0 and math.isfinite(options.burstiness)):
         raise UsageError(f"--burstiness {options.burstiness}: need a number above 0")
+    if not (options.temperature >= 0 and math.isfinite(options.temperature)):
+        raise UsageError(f"--temperature {options.temperature}: need a number of at least 0")
     metrics = options.percentile_metrics.split(",")
     for name in metrics:
         if name not in METRICS:

@@ -102,6 +102,14 @@ class FeatureStore:
         """Size of all finished shards."""
         return sum(shard.num_bytes for shard in self.shards.values())
 
+    def check_sizes(self) -> None:
+        """Raise UsageError, naming it, for a shard that is missing or not as long as listed."""
+        for shard in self.shards.values():
+            size = shard.path.stat().st_size if shard.path.is_file() else None
+            if size != shard.num_bytes:
+                found = "it is missing" if size is None else f"{size} bytes"
+                raise damaged(shard.path, f"{found}, should be {shard.num_bytes} bytes")
+
     def check_room(self, needed: int, num_rows: int) -> None:
         """Raise UsageError unless the folder takes files and `needed` more bytes of `num_rows`."""
         check_folder(self.folder, f"data.store {self.folder}")

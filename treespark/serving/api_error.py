@@ -14,6 +14,7 @@ _TYPES = {
     408: "RequestTimeoutError",
     411: "LengthRequiredError",
     413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
     431: "HeadersTooLargeError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",

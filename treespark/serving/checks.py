@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from treespark.serving.scheduler import Request
     from treespark.target.model import TargetModel
 
+# Far above what any device holds; a number with too many zeros should not end in an allocation.
+MAX_SLOTS = 4096
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
@@ -45,8 +47,8 @@ def check_sizes(
     target: TargetModel, max_num_seqs: int, max_model_len: int, prefill_chunk: int
 ) -> None:
     """Refuse engine sizes that hold no request. Raises UsageError."""
-    if max_num_seqs < 1:
-        raise UsageError(f"--max-num-seqs {max_num_seqs}: allowed: 1 and more")
+    if not 1 <= max_num_seqs <= MAX_SLOTS:
+        raise UsageError(f"--max-num-seqs {max_num_seqs}: allowed: 1..{MAX_SLOTS}")
     if prefill_chunk < 1:
         raise UsageError(f"prefill_chunk {prefill_chunk}: allowed: 1 and more")
     if not 2 <= max_model_len <= target.max_context:

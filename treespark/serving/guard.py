@@ -94,6 +94,11 @@ class Guard:
         has_length = b"content-length" in names or b"transfer-encoding" in names
         if scope["method"] == "POST" and not has_length:
             raise ApiError(411, "headers: a POST needs Content-Length or Transfer-Encoding")
+        # Other types reach a server on loopback from any web page, without a preflight request.
+        kinds = [value for name, value in headers if name == b"content-type"]
+        kind = kinds[0].partition(b";")[0].strip().lower() if len(kinds) == 1 else b""
+        if scope["method"] == "POST" and kind != b"application/json":
+            raise ApiError(415, "headers: Content-Type must be application/json")
 
     async def _body(self, scope: Message, receive: Receive) -> bytes:
         """Return the whole body. Raises ApiError when it is too large or too slow."""

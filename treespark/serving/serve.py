@@ -9,6 +9,7 @@ import importlib.util
 import ipaddress
 import json
 import logging
+import math
 import socket
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,7 @@ def _check(options: ServeOptions) -> None:
     lowest = {"port": 0, "max_num_seqs": 1, "max_num_queued_reqs": 0, "stream_interval": 1}
     for name, low in (*lowest.items(), ("shutdown_timeout", 0)):
         value = getattr(options, name)
-        if value < low:
+        if not (value >= low and math.isfinite(value)):
             raise UsageError(f"--{name.replace('_', '-')} {value}: need at least {low}")
     if options.port > 65535:
         raise UsageError(f"--port {options.port}: allowed: 0..65535")

@@ -61,18 +61,21 @@ def run_build(recipe: Recipe) -> str:
             "data.features online: stores nothing; set data.features=store or mixed, and data.store"
         )
     target = setup.load_target(recipe)
-    rows, _ = load_rows(
+    rows, dropped = load_rows(
         data.continuations,
         max_tokens=data.max_tokens,
         block_size=recipe.drafter.block_size,
         vocab_size=target.vocab_size,
         max_context=target.max_context,
     )
+    for reason, count in dropped.items():
+        logger.info("dropped %d rows: %s", count, reason)
     with (
         StopRequest() as stop,
         join(target.device) as ranks,
         stored_features(target, data, rows) as source,
     ):
+        source.store.check_sizes()
         # Which rows are whose must not depend on how far another process is.
         own = source.chosen[ranks.rank :: ranks.world_size]
         todo = [row for row in own if row not in source.store]
