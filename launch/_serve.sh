@@ -2,11 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sourced by the serve scripts: the Python to use and the environment of a serving process.
 
-# The repository's own .venv, where the user has not entered another.
-if [ -z "${PYTHON:-}" ] && [ -z "${VIRTUAL_ENV:-}" ] && [ -x "$ROOT/.venv/bin/python" ]; then
-    PYTHON=$ROOT/.venv/bin/python
-fi
-PYTHON=${PYTHON:-python3}
+# shellcheck source=launch/_python.sh
+. "$ROOT/launch/_python.sh"
 
 die() {
     printf 'error: %s\n' "$1" >&2

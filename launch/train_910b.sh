@@ -6,11 +6,8 @@ set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 RECIPE=$ROOT/recipes/qwen3-8b-treespark.yaml
-# The repository's own .venv, where the user has not entered another.
-if [ -z "${PYTHON:-}" ] && [ -z "${VIRTUAL_ENV:-}" ] && [ -x "$ROOT/.venv/bin/python" ]; then
-    PYTHON=$ROOT/.venv/bin/python
-fi
-PYTHON=${PYTHON:-python3}
+# shellcheck source=launch/_python.sh
+. "$ROOT/launch/_python.sh"
 DEVICE=npu
 NPROC=
 NNODES=1

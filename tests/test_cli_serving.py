@@ -63,6 +63,10 @@ def test_the_drafter_can_come_as_vllms_json(call):
         (["--speculative-config", '{"model": "d", "tree_budget": true}'], "need a whole number"),
         (["--speculative-config", '{"topk": 4}'], "topk: allowed: method, model"),
         (["--no-drafter", "--override-generation-config", '{"seed": 1}'], "seed: allowed"),
+        (
+            ["--no-drafter", "--override-generation-config", '{"top_k": 1.5}'],
+            "top_k 1.5: need a whole",
+        ),
     ],
 )
 def test_speculation_that_cannot_be_meant_is_refused(call, flags, words):

@@ -228,6 +228,8 @@ def sampling_defaults(text: str | None) -> dict[str, float]:
         if not is_number or not bounds.low <= value <= bounds.high:
             allowed = f"allowed: numbers in {bounds.low:g}..{bounds.high:g}"
             raise UsageError(f"{option}: {name} {value!r}: {allowed}")
+        if name == "top_k" and not isinstance(value, int):
+            raise UsageError(f"{option}: {name} {value!r}: need a whole number")
     return given
 
 
