@@ -184,27 +184,3 @@ def plan(
         byte_size("--disk", disk),
     )
     run_plan(loaded, machine, rows, mean_tokens, as_json=as_json)
-
-
-@app.command()
-def export(
-    drafter: Annotated[Path, typer.Argument(metavar="DRAFTER", help="Folder of the drafter.")],
-    target: Annotated[Path, typer.Option(help="Folder of its target.")],
-    out: Out,
-) -> None:
-    """Write a drafter with the target's embedding and head in it, in the DeepSpec layout."""
-    from treespark.drafter.auto import load_drafter
-    from treespark.drafter.export import check_destination
-    from treespark.target.model import TargetModel
-
-    check_destination(out, drafter)
-    model = TargetModel.from_pretrained(target, device="cpu")
-    loaded = load_drafter(
-        drafter,
-        model.embed_weight,
-        model.head_weight,
-        target_fingerprint=model.fingerprint,
-        num_target_layers=model.num_layers,
-    )
-    loaded.export_deepspec(out)
-    typer.echo(out)

@@ -41,7 +41,9 @@ class DrafterModel(PreTrainedModel):
         super().__init__(config)
         with torch.device("meta"):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-            self.lm_head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head: nn.Module = nn.Linear(
+                config.hidden_size, config.num_head_rows, bias=False
+            )
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
         self._rotary = RotaryTable(config.head_dim, config.rope_theta)
 
@@ -74,7 +76,14 @@ class DrafterModel(PreTrainedModel):
         return drafter
 
     def attach_target(self, embed_weight: Tensor, head_weight: Tensor) -> None:
-        """Use the target's embedding and head [V, H], sharing their storage, without gradients."""
+        """Use the target's embedding and head [V, H], sharing their storage, without gradients.
+
+        Raises `UsageError` on a size mismatch and for a drafter that has a head of its own.
+        """
+        if self.config.has_own_head:
+            raise UsageError(
+                "drafter config: draft_vocab_size is set; a new drafter uses the target's head"
+            )
         expected = (self.config.vocab_size, self.config.hidden_size)
         for name, weight in (("embedding", embed_weight), ("head", head_weight)):
             if tuple(weight.shape) != expected:
