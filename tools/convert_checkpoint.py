@@ -16,10 +16,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from treespark.bench.drafter_folders import target_weights
 from treespark.drafter.convert import FORMATS, convert
-from treespark.drafter.loading import TargetWeights
 from treespark.errors import UsageError
-from treespark.target.tables import read_tables
 
 
 def main() -> int:
@@ -34,9 +33,7 @@ def main() -> int:
     parser.add_argument("--verifier", help="target's name in a speculators config")
     args = parser.parse_args()
     try:
-        target = None
-        if args.target is not None:
-            target = TargetWeights(**vars(read_tables(args.target)))
+        target = None if args.target is None else target_weights(args.target)
         verifier = args.verifier or ("" if args.target is None else str(args.target))
         convert(args.source, args.out, args.to, target, verifier=verifier)
     except UsageError as problem:

@@ -25,11 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt as the target sees it.  file: stem of its file.  name: its `id` or file:line."""
+    """One prompt as the target sees it.  file: stem of its file.  name: its `id` or file:line.
+
+    text: what was rendered, None for a prompt given as ids.
+    """
 
     file: str
     name: str
     token_ids: list[int]
+    text: str | None = None
 
 
 def load_prompts(
@@ -65,7 +69,8 @@ def _read(path: Path, target: TargetModel, count: int | None) -> list[Prompt]:
         ids = render_prompt(tokenizer, turn) if isinstance(turn, str) else turn
         if max(ids, default=0) >= vocab_size:
             raise UsageError(f"{where}: token id {max(ids)}, allowed: 0..{vocab_size - 1}")
-        found.append(Prompt(path.stem, str(row.get("id", where)), ids))
+        text = turn if isinstance(turn, str) else None
+        found.append(Prompt(path.stem, str(row.get("id", where)), ids, text))
     return found
 
 

@@ -25,13 +25,10 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Say what a drafter folder is, and whether it fits a target; exit code 1 if it does not."""
-    from treespark.bench.drafter_page import print_facts
+    from treespark.bench.drafter_folders import print_facts, target_weights
     from treespark.drafter.inspect import describe
-    from treespark.drafter.loading import TargetWeights
-    from treespark.target.tables import read_tables
 
-    weights = None if target is None else TargetWeights(**vars(read_tables(target)))
-    facts = describe(folder, weights)
+    facts = describe(folder, None if target is None else target_weights(target))
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
     else:
@@ -54,14 +51,12 @@ def export(
     ] = None,
 ) -> None:
     """Write a drafter in another layout; deepspec has the target's embedding and head in it."""
+    from treespark.bench.drafter_folders import target_weights
     from treespark.drafter.convert import convert
     from treespark.drafter.export import check_destination
-    from treespark.drafter.loading import TargetWeights
-    from treespark.target.tables import read_tables
 
     check_destination(out, folder)
-    weights = TargetWeights(**vars(read_tables(target)))
-    convert(folder, out, to, weights, verifier=verifier or str(target))
+    convert(folder, out, to, target_weights(target), verifier=verifier or str(target))
     typer.echo(out)
 
 

@@ -21,6 +21,14 @@ from treespark.drafter.loading import (
 
 # Written into a drafter's folder by the trainer.
 RECORD = "treespark.json"
+# Fields of a config that the weights were trained for and nothing else shows.
+TRAINED_FIELDS = (
+    "block_size",
+    "anchor_predicts_next",
+    "mask_token_id",
+    "target_layer_ids",
+    "norm_before_residual",
+)
 
 
 def describe(folder: Path, target: TargetWeights | None = None) -> dict[str, Any]:
@@ -58,7 +66,7 @@ def describe(folder: Path, target: TargetWeights | None = None) -> dict[str, Any
         "holds": [key for key in frozen if key in tensors],
         "tree": config.tree,
         "record": training_record(folder),
-        "misfits": None if target is None else _misfits(config, target),
+        "misfits": None if target is None else explained_misfits(config, target),
     }
 
 
@@ -88,9 +96,9 @@ def _architecture(config: DrafterConfig) -> dict[str, Any]:
     }
 
 
-def _misfits(config: DrafterConfig, target: TargetWeights) -> list[str]:
-    found = [
+def explained_misfits(config: DrafterConfig, target: TargetWeights) -> list[str]:
+    """Return a line for each field in which drafter and target differ."""
+    return [
         f"{field}: the drafter has {ours!r}, the target {theirs!r}"
         for field, ours, theirs in misfits(config, target)
     ]
-    return found

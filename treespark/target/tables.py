@@ -21,10 +21,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class Tables:
-    """Embedding and head [V, H] in the stored dtype, and who the target is.
-
-    The fields are those of the drafter's `TargetWeights`.
-    """
+    """Embedding and head [V, H] in the stored dtype, and who the target is."""
 
     embed_weight: Tensor
     head_weight: Tensor

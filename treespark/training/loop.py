@@ -30,7 +30,7 @@ from treespark.data.batches import (
 )
 from treespark.data.features import FeatureSource, feature_source
 from treespark.data.interrupt import StopRequest
-from treespark.training import checkpoint, setup
+from treespark.training import checkpoint, record, setup
 from treespark.training.best import BestDrafter
 from treespark.training.evaluate import simulated_acceptance
 from treespark.training.losses import combine
@@ -111,7 +111,11 @@ def train(recipe: Recipe, *, resume: str = "auto") -> Path:
             setup.total_steps(recipe, len(rows)),
             best,
         )
-        return _train(run, resume)
+        folder = _train(run, resume)
+        if ranks.is_first:
+            made = record.maker(recipe, target, drafter.config)
+            record.write(folder, made, recipe.output.dir / "metrics.jsonl")
+        return folder
 
 
 def _train(run: _Run, resume: str) -> Path:
