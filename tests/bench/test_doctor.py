@@ -194,6 +194,15 @@ def test_the_chain_drafter_is_examined_without_layout_and_mask(tmp_path):
     assert not found.healthy
 
 
+def test_more_prompts_than_are_built_in_are_refused_before_loading(folder, monkeypatch, capsys):
+    args = ["treespark", "doctor", "nowhere", str(folder), "--num-prompts", "21"]
+    monkeypatch.setattr("sys.argv", args)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    assert "--num-prompts 21: 20 are built in" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_the_verb_says_it_as_json_and_by_its_exit_code(
     folder, tmp_path, monkeypatch, capsys, broken
