@@ -51,8 +51,8 @@ LOW = 1.1
 # A change is the cause if drafts add this many times as many tokens to a round, and this many more:
 # on so few prompts layers one up or down may reach a tenth of a token further by chance.
 _FACTOR, _MORE = 1.25, 0.1
-# Part of what drafts added on held-out rows below which a drafter is worse than it was trained. Text
-# unlike the training data costs much: our SmolLM2 drafter adds 0.88 tokens there, 0.38 in dialogue.
+# Part of what drafts added on held-out rows below which a drafter is worse than it was trained.
+# Unlike text costs much: our SmolLM2 drafter adds 0.88 tokens there, 0.38 in dialogue.
 _RECORDED_PART = 0.3
 _PROBE_ROWS, _MAX_NUM_SEQS = 8, 8
 _QUESTIONS = (
