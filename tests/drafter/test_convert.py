@@ -158,6 +158,12 @@ def test_what_a_format_would_lose_is_refused(tmp_path):
         convert(source, tmp_path / "out", "gguf")
     with pytest.raises(UsageError, match="is the drafter that is exported"):
         convert(source, source, "deepspec")
+    judge = tiny_drafter(
+        anchor_predicts_next=False, markov_rank=0, confidence_head_with_markov=False
+    )
+    judge.save_pretrained(tmp_path / "judge")
+    with pytest.raises(UsageError, match="enable_confidence_head is True: --to dflash"):
+        convert(tmp_path / "judge", tmp_path / "out", "dflash", tiny_target())
     five = tiny_eagle3(qk_norm=False, target_layer_ids=[1, 2, 3, 4, 5])
     five.save_pretrained(tmp_path / "five")
     with pytest.raises(UsageError, match=r"target_layer_ids is \[1, 2, 3, 4, 5\]: .* 3 layers"):

@@ -37,8 +37,9 @@ def save_dflash(drafter: DrafterModel, folder: Path, dtype: torch.dtype | None =
             "anchor_predicts_next is True: loaders of DFlashDraftModel never read slot 0; a DFlash "
             "drafter of the anchor-first layout has the format deepspec alone"
         )
-    if config.markov_rank:
-        raise UsageError(f"markov_rank is {config.markov_rank}: --to dflash needs 0")
+    if config.markov_rank or config.enable_confidence_head:
+        name = "markov_rank" if config.markov_rank else "enable_confidence_head"
+        raise UsageError(f"{name} is {getattr(config, name)}: --to dflash has no heads")
     fields = plain_fields(config) | {
         "architectures": [DFLASH],
         "block_size": config.block_size + 1,
