@@ -12,25 +12,14 @@ Every table and figure is computed from these rows; `treespark.bench.metrics` ha
 from __future__ import annotations
 
 import dataclasses
-import os
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from treespark.data.jsonl import (
-    JsonlAppender,
-    Row,
-    encode,
-    iter_jsonl,
-    named_if_full,
-    open_for_writing,
-    parse_object,
-    write_atomic,
-    write_json_atomic,
-)
+from treespark.data.jsonl import Row, iter_jsonl, parse_object
 from treespark.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 SETTING, CELLS = "suite.json", "cells.jsonl"
@@ -182,8 +171,9 @@ class DatasetRow:
     """One dataset of a run.
 
     title: for tables.  group: datasets that are averaged together, "general" or "writing".  source:
-    file or hub name.  pool_size: prompts there.  subset_size, subset_sha256: those measured, in
-    their order, the same for every method.
+    file or hub name.  pool_size: prompts there.  num_too_long: those of them that were left out of
+    the draw for their length.  subset_size, subset_sha256: those measured, in their order, the same
+    for every method.
     """
 
     name: str
@@ -193,6 +183,7 @@ class DatasetRow:
     pool_size: int
     subset_size: int
     subset_sha256: str
+    num_too_long: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +267,7 @@ class SuiteRun:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.setting = read_setting(folder)
-        self.cells = list(_rows(folder / CELLS, CellRow))
+        self.cells = list(rows_of(folder / CELLS, CellRow))
 
     @property
     def finished(self) -> frozenset[CellKey]:
@@ -293,23 +284,23 @@ class SuiteRun:
 
     def traces(self) -> list[list[TraceRow]]:
         """Return the complete traces, each as its rounds in order."""
-        return _complete(_rows(self.folder / TRACES, TraceRow))
+        return complete_traces(rows_of(self.folder / TRACES, TraceRow))
 
     def _finished_rows(self, name: str, kind: type[RequestRow] | type[RoundRow]) -> Iterator[Any]:
-        finished: Collection[CellKey] = self.finished
-        for row in _rows(self.folder / name, kind):
+        finished = self.finished
+        for row in rows_of(self.folder / name, kind):
             if row.key in finished:
                 yield row
 
 
-def _rows(path: Path, kind: type[AnyRow]) -> Iterator[AnyRow]:
+def rows_of(path: Path, kind: type[AnyRow]) -> Iterator[AnyRow]:
     """Yield the rows of a file, none where there is no file; a torn last line is left out."""
     if path.exists():
         for number, values in iter_jsonl(path, ignore_tail=True):
             yield row_of(kind, values, f"{path}:{number}")
 
 
-def _complete(rows: Iterable[TraceRow]) -> list[list[TraceRow]]:
+def complete_traces(rows: Iterable[TraceRow]) -> list[list[TraceRow]]:
     """Return the traces that have all their rounds."""
     grouped: dict[TraceKey, list[TraceRow]] = {}
     for row in rows:
@@ -333,78 +324,3 @@ def read_setting(folder: Path) -> SuiteSetting:
     values["methods"] = [row_of(MethodRow, row, str(path)) for row in values["methods"]]
     return SuiteSetting(**values)
 
-
-# ---------------------------------------------------------------------- writing
-
-
-def write_setting(folder: Path, setting: SuiteSetting) -> None:
-    """Write `suite.json`, as a whole or not at all."""
-    write_json_atomic(folder / SETTING, asdict(setting))
-
-
-class SuiteWriter:
-    """Adds cells and traces to a run folder; what a kill left unfinished is cut off first.
-
-    finished: cells that are there.  traced: complete traces that are there.
-    Raises UsageError where another process writes there, a file has lost rows or the disk is full.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        # An appender locks a file that exists.
-        (folder / CELLS).touch()
-        self._cells = JsonlAppender(folder / CELLS)
-        cells = list(_rows(folder / CELLS, CellRow))
-        self.finished = {cell.key for cell in cells}
-        sizes = cells[-1].file_sizes if cells else {}
-        self._files = {
-            name: _open_at(folder / name, sizes.get(name, 0)) for name in (REQUESTS, ROUNDS)
-        }
-        path = folder / TRACES
-        traces = _complete(_rows(path, TraceRow))
-        if path.exists():
-            write_atomic(path, (encode(asdict(row)) for trace in traces for row in trace))
-        self.traced = {trace[0].key for trace in traces}
-        self._traces = JsonlAppender(path)
-
-    def add_cell(
-        self, cell: CellRow, requests: Sequence[RequestRow], rounds: Sequence[RoundRow]
-    ) -> None:
-        """Write a finished cell with its requests and rounds; returns when they are on the disk."""
-        sizes = {}
-        for name, rows in ((REQUESTS, requests), (ROUNDS, rounds)):
-            stream = self._files[name]
-            with named_if_full(self._cells.path.with_name(name)):
-                stream.write(b"".join(encode(asdict(row)) for row in rows))
-                stream.flush()
-                os.fsync(stream.fileno())
-            sizes[name] = stream.tell()
-        self._cells.append([asdict(dataclasses.replace(cell, file_sizes=sizes))])
-        self.finished.add(cell.key)
-
-    def add_trace(self, rows: Sequence[TraceRow]) -> None:
-        """Write the rounds of one traced prompt."""
-        self._traces.append(asdict(row) for row in rows)
-        self.traced.add(rows[0].key)
-
-    def close(self) -> None:
-        """Release the files and their locks."""
-        for stream in (self._cells, self._traces, *self._files.values()):
-            stream.close()
-
-    def __enter__(self) -> SuiteWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _open_at(path: Path, size: int) -> BinaryIO:
-    """Open a file to go on at `size`; what stands behind is the trace of a kill and is cut off."""
-    stream = open_for_writing(path, "rb+" if path.exists() else "xb")
-    if stream.seek(0, os.SEEK_END) < size:
-        stream.close()
-        raise UsageError(f"{path}: shorter than {size} bytes, which cells.jsonl counts on")
-    stream.seek(size)
-    stream.truncate()
-    return stream
