@@ -4,7 +4,15 @@
 import pytest
 import torch
 
-from tests.serving_world import answers_of, drafter, eagle3_drafter, prompts, requests_for, run, world
+from tests.serving_world import (
+    answers_of,
+    drafter,
+    eagle3_drafter,
+    prompts,
+    requests_for,
+    run,
+    world,
+)
 from treespark.drafter.growing import Growth, confident_depths
 from treespark.errors import UsageError
 from treespark.serving.engine import Engine

@@ -50,9 +50,7 @@ def _path(tokens, parents, node, root):
 
 def _golden_paths(case):
     """Paths of a golden tree in creation order."""
-    return [
-        _path(case["tokens"], case["parents"], node, -1) for node in range(len(case["tokens"]))
-    ]
+    return [_path(case["tokens"], case["parents"], node, -1) for node in range(len(case["tokens"]))]
 
 
 def _scored_paths(tree):

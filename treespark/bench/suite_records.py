@@ -72,8 +72,9 @@ class _InCell:
 class CellRow(_InCell):
     """One finished cell.
 
-    wall_s: seconds in which its requests ran, turns of other methods left out.  num_output_tokens:
-    of all its requests.  num_rounds: rounds of the engine, each shared by all requests that ran in
+    wall_s: seconds in which its requests ran, turns of other methods left out.  step_s: those of
+    them inside the engine, the rest being the suite's own overhead.  num_output_tokens: of all its
+    requests.  num_rounds: rounds of the engine, each shared by all requests that ran in
     it.  phase_s: seconds by phase (prefill, draft, expand, verify, commit, host), empty where a
     server was measured from outside.  load_average: of the machine over the last minute, at the
     cell's end.  file_sizes: bytes of the other files that belong to this and earlier cells.
@@ -84,6 +85,7 @@ class CellRow(_InCell):
     num_output_tokens: int
     num_rounds: int
     phase_s: dict[str, float] = field(default_factory=dict)
+    step_s: float | None = None
     load_average: float = 0.0
     file_sizes: dict[str, int] = field(default_factory=dict)
 
@@ -191,7 +193,7 @@ class MethodRow:
     """One method of a run, as it was resolved.
 
     drafter: its name in the recipe, None for autoregressive decoding.  kind: autoregressive, chain
-    or tree.  proposal, priority, stop: the three axes of `treespark.tree.builder`, None without a
+    or tree.  method: what it is, as `treespark/bench/suite_methods.py` calls it.  proposal, priority, stop: the three axes of `treespark.tree.builder`, None without a
     drafter.  options: what else shapes its drafts.  layout: of a drafter's blocks, shifted,
     in-place or None.
     """
@@ -199,6 +201,7 @@ class MethodRow:
     name: str
     title: str
     kind: str
+    method: str = ""
     drafter: str | None = None
     proposal: str | None = None
     priority: str | None = None
@@ -323,4 +326,3 @@ def read_setting(folder: Path) -> SuiteSetting:
     values["datasets"] = [row_of(DatasetRow, row, str(path)) for row in values["datasets"]]
     values["methods"] = [row_of(MethodRow, row, str(path)) for row in values["methods"]]
     return SuiteSetting(**values)
-

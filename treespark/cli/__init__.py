@@ -12,6 +12,7 @@ from treespark.cli import features  # isort: skip
 from treespark.cli import decoding  # isort: skip
 from treespark.cli import serving  # isort: skip
 from treespark.cli import load  # isort: skip
+from treespark.cli import suite  # isort: skip
 from treespark.cli import workers  # isort: skip
 from treespark.cli.app import app, main
 
@@ -23,6 +24,7 @@ __all__ = [
     "main",
     "prompts",
     "serving",
+    "suite",
     "training",
     "workers",
 ]

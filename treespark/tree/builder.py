@@ -83,7 +83,9 @@ class TreeBuilder:
             raise UsageError(f"threshold {self.threshold}: allowed: numbers between 0 and 1")
         # A better draft must never be worth less.
         if not (math.isfinite(self.alpha) and self.alpha > 0 and math.isfinite(self.beta)):
-            raise UsageError(f"alpha {self.alpha}, beta {self.beta}: need finite numbers, alpha > 0")
+            raise UsageError(
+                f"alpha {self.alpha}, beta {self.beta}: need finite numbers, alpha > 0"
+            )
 
     def shape(self, policy: TreePolicy) -> TreePolicy:
         """Return the policy with the frontier that this builder expands.
