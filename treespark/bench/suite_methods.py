@@ -125,13 +125,8 @@ def _resolved(
     growth, by_load = _growth(section, preset)
     check_drafter(target, drafter, policy)
     growth.check(drafter, policy)
-    return SuiteMethod(
-        _row(section, title, name, policy, growth, by_load, drafter),
-        drafter,
-        policy,
-        growth,
-        by_load,
-    )
+    row = _row(section, title, name, policy, growth, by_load, drafter)
+    return SuiteMethod(row, drafter, policy, growth, by_load)
 
 
 def _refuse_options(section: MethodSection) -> None:

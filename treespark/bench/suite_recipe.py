@@ -37,8 +37,8 @@ Kind = Literal[
 class DatasetSection(Section):
     """One workload of `treespark/bench/workloads.py`.
 
-    count: None is the paper's. file: a JSONL file in place of the one in the recipe's `data` folder.
-    hub: take it from the Hugging Face hub.
+    count: None is the paper's. file: a JSONL file in place of the one in the `data` folder. hub:
+    take it from the Hugging Face hub.
     """
 
     name: Name

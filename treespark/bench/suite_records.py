@@ -193,9 +193,9 @@ class MethodRow:
     """One method of a run, as it was resolved.
 
     drafter: its name in the recipe, None for autoregressive decoding.  kind: autoregressive, chain
-    or tree.  method: what it is, as `treespark/bench/suite_methods.py` calls it.  proposal, priority, stop: the three axes of `treespark.tree.builder`, None without a
-    drafter.  options: what else shapes its drafts.  layout: of a drafter's blocks, shifted,
-    in-place or None.
+    or tree.  method: its name in `treespark/bench/suite_methods.py`.  proposal, priority, stop: the
+    three axes of `treespark.tree.builder`, None without a drafter.  options: what else shapes its
+    drafts.  layout: of a drafter's blocks, shifted, in-place or None.
     """
 
     name: str

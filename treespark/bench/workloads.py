@@ -151,7 +151,7 @@ def select(
     source: a JSONL file, a folder that has one of the workload's, or HUB.  target: the target, or
     whatever else has `tokenizer` and `vocab_size`.  count: None is the paper's.  max_prompt_tokens:
     leave longer prompts out of the pool (never cut them).
-    Raises UsageError for a source without such prompts, a bad row, and a pool of fewer than `count`.
+    Raises UsageError for a source without such prompts, a bad row, and a pool smaller than `count`.
     """
     where, rows = _rows(workload, source)
     pool, num_too_long = [], 0

@@ -35,7 +35,7 @@ class Growth:
     min_confidence: float = 0.0
 
     def check(self, drafter: Drafter, policy: TreePolicy) -> None:
-        """Raise UsageError, before anything is drafted, for a drafter that cannot grow like this."""
+        """Raise UsageError for a drafter that cannot grow like this."""
         self.builder.shape(policy)
         config = drafter.config
         if self.builder.proposal == MARGINAL and not hasattr(config, "anchor_predicts_next"):
