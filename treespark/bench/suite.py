@@ -39,6 +39,7 @@ from treespark.data.jsonl import check_folder
 from treespark.errors import UsageError
 from treespark.serving.llm import load_drafter_for
 from treespark.target.model import TargetModel
+from treespark.target.template import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,20 +98,22 @@ class _Suite:
 
 def _prepare(recipe: SuiteRecipe, device: str | None) -> _Suite:
     load = os.getloadavg()
-    target = TargetModel.from_pretrained(
-        recipe.target.model, dtype=recipe.target.dtype, device=device
-    )
+    # Before the target, which may take minutes to load.
+    tokenizer = load_tokenizer(recipe.target.model)
     selections = [
         select(
             WORKLOADS[section.name],
             recipe.source(section),
-            target,
+            tokenizer,
             count=section.count,
             seed=recipe.seed,
             max_prompt_tokens=recipe.max_prompt_tokens,
         )
         for section in recipe.datasets
     ]
+    target = TargetModel.from_pretrained(
+        recipe.target.model, dtype=recipe.target.dtype, device=device
+    )
     for selection in selections:
         _check_length(selection, recipe.max_tokens, target.max_context)
     drafters = {name: load_drafter_for(path, target) for name, path in recipe.drafters.items()}

@@ -140,22 +140,20 @@ class Selection:
 def select(
     workload: Workload,
     source: Path | str,
-    target: Any,
+    tokenizer: Any,
     *,
     count: int | None = None,
     seed: int,
     max_prompt_tokens: int | None = None,
 ) -> Selection:
-    """Return the prompts of a workload.
+    """Return the prompts of a workload, rendered by the target's tokenizer.
 
-    source: a JSONL file, a folder that has one of the workload's, or HUB.  target: the target, or
-    whatever else has `tokenizer` and `vocab_size`.  count: None is the paper's.  max_prompt_tokens:
-    leave longer prompts out of the pool (never cut them).
+    source: a JSONL file, a folder that has one of the workload's, or HUB.  count: None is the
+    paper's.  max_prompt_tokens: leave longer prompts out of the pool (never cut them).
     Raises UsageError for a source without such prompts, a bad row, and a pool smaller than `count`.
     """
     where, rows = _rows(workload, source)
     pool, num_too_long = [], 0
-    tokenizer = target.tokenizer
     for place, row in rows:
         turn = first_user_turn(row, place, partial(user_turn_marks, tokenizer))
         if not isinstance(turn, str) or not turn.strip():
@@ -200,6 +198,8 @@ def _rows(workload: Workload, source: Path | str) -> tuple[str, Iterator[tuple[s
         return _hub_rows(workload)
     assert not isinstance(source, str)
     path = source
+    if not source.exists():
+        raise UsageError(f"dataset {workload.name}: {source}: no such file or folder")
     if source.is_dir():
         found = [source / name for name in workload.files if (source / name).is_file()]
         if not found:
