@@ -25,6 +25,7 @@ from treespark.bench.suite_methods import SuiteMethod, suite_method
 from treespark.bench.suite_recipe import load_suite_recipe
 from treespark.bench.suite_records import (
     SETTING,
+    UNKNOWN,
     CellKey,
     SuiteRun,
     SuiteSetting,
@@ -56,18 +57,20 @@ def run_suite(
     path: Path,
     *,
     out: Path | None = None,
+    data: Path | None = None,
     keep_ids: bool = False,
     device: str | None = None,
 ) -> SuiteRun:
     """Measure what the recipe `path` asks for and is not in the run folder yet; return the run.
 
-    out, keep_ids: in place of the recipe's. SIGINT and SIGTERM end it at once with the finished
+    out, data, keep_ids: in place of the recipe's. SIGINT and SIGTERM end it at once with the finished
     cells kept. Exits with 1 where float32 answers of two methods differ.
     Raises UsageError, before anything is measured, for whatever does not fit.
     """
     recipe = load_suite_recipe(path)
+    given = {"out": out, "data": data, "keep_ids": keep_ids or None}
     recipe = recipe.model_copy(
-        update={"out": out or recipe.out, "keep_ids": keep_ids or recipe.keep_ids}
+        update={name: value for name, value in given.items() if value is not None}
     )
     check_folder(recipe.out, f"out {recipe.out}")
     suite = _prepare(recipe, device)
@@ -252,7 +255,8 @@ class _Measurement:
         """Measure one dataset by all methods, turn by turn."""
         recipe, selection = self.suite.recipe, self.suite.selections[index]
         methods, prompts = self._missing(repeat, concurrency, index), selection.prompts
-        size = recipe.prompts_per_turn or len(prompts)
+        # A closed loop of several requests is never interrupted: it would drain at every turn.
+        size = (recipe.prompts_per_turn if concurrency == 1 else None) or len(prompts)
         turns = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         runs: dict[str, CellRun] = {}
         for turn, some in enumerate(turns):
@@ -308,6 +312,8 @@ def _judge(run: SuiteRun) -> None:
     first: dict[tuple[str, str], tuple[str, str]] = {}
     different: dict[str, str] = {}
     for row in run.requests():
+        if row.ids_sha256 == UNKNOWN:
+            continue
         method, digest = first.setdefault(
             (row.dataset, row.prompt_id), (row.method, row.ids_sha256)
         )

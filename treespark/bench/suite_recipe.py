@@ -82,11 +82,12 @@ class MethodSection(Section):
 class SuiteRecipe(Section):
     """A whole evaluation.
 
-    data: folder of the datasets' JSONL files. prompts_per_turn: the methods take turns
-    after so many prompts of a dataset; None: after the whole dataset. max_prompt_tokens: longer
-    prompts are left out, none is cut. traced_prompts: first prompts of each dataset whose trees are
-    recorded. profile: time the phases of a round, for which an accelerator has to wait at each of
-    them. baseline, control: methods that deltas are taken against.
+    data: folder of the datasets' JSONL files. prompts_per_turn: with one request at a time the
+    methods take turns after so many prompts of a dataset, otherwise (and where it is None) after
+    the whole dataset. max_prompt_tokens: longer prompts are left out, none is cut. traced_prompts:
+    first prompts of each dataset whose trees are recorded, for traced_tokens each. profile: time
+    the phases of a round, for which an accelerator has to wait at each of them. baseline, control:
+    methods that deltas are taken against.
     """
 
     target: TargetSection

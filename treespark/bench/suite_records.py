@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 SETTING, CELLS = "suite.json", "cells.jsonl"
 REQUESTS, ROUNDS, TRACES = "requests.jsonl", "rounds.jsonl", "traces.jsonl"
 
+# Finish reason and hash of an answer that a server gave, which tells neither.
+UNKNOWN = "unknown"
+
 # Why the token that the target wanted next was not in the tree; COMMITTED: none was missing, as the
 # request ended inside its accepted path.
 COMMITTED = "committed"
@@ -94,10 +97,10 @@ class CellRow(_InCell):
 class RequestRow(_InCell):
     """One request.
 
-    num_output_tokens = num_prefill_tokens + what its rounds committed.  finish_reason: stop or
-    length.  plain_decoding: as `treespark.serving.records.RequestRecord` has it.  The four times
+    num_output_tokens = num_prefill_tokens + what its rounds committed.  finish_reason: stop, length
+    or UNKNOWN.  plain_decoding: as `treespark.serving.records.RequestRecord` has it.  The four times
     are seconds on the cell's own clock, which stands still in turns of other methods.  ids_sha256:
-    of the output ids, equal for equal answers.  token_ids: the ids, where they were to be kept.
+    of the output ids, equal for equal answers, or UNKNOWN.  token_ids: the ids, where they were to be kept.
     """
 
     prompt_id: str
