@@ -27,7 +27,6 @@ def whole(tmp_path_factory):
         methods=ALL_METHODS,
         datasets=[{"name": "gsm8k", "count": 3}],
         concurrencies=[1, 2],
-        max_tokens=16,
         traced_prompts=1,
         baseline="dspark",
     )
@@ -211,10 +210,10 @@ def test_methods_and_repeats_may_be_added_to_a_run(tmp_path):
     [
         ({"max_tokens": 9}, r"measured with max_tokens 8, the recipe has 9"),
         ({"seed": 1}, r"measured with seed 980406, the recipe has 1"),
-        ({"methods": METHODS[:2]}, r"measured with method treespark .*, the recipe has none"),
+        ({"methods": METHODS[:2]}, r"measured with method treespark, which the recipe lacks"),
         (
             {"datasets": [{"name": "gsm8k", "count": 1}, {"name": "mt-bench", "count": 2}]},
-            r"measured with dataset gsm8k",
+            r"measured with dataset gsm8k with subset_size 2, the recipe has 1",
         ),
     ],
 )

@@ -13,7 +13,7 @@ import hashlib
 import logging
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,8 +63,8 @@ def run_suite(
 ) -> SuiteRun:
     """Measure what the recipe `path` asks for and is not in the run folder yet; return the run.
 
-    out, data, keep_ids: in place of the recipe's. SIGINT and SIGTERM end it at once with the finished
-    cells kept. Exits with 1 where float32 answers of two methods differ.
+    out, data, keep_ids: in place of the recipe's. SIGINT and SIGTERM end it at once with the
+    finished cells kept. Exits with 1 where float32 answers of two methods differ.
     Raises UsageError, before anything is measured, for whatever does not fit.
     """
     recipe = load_suite_recipe(path)
@@ -182,35 +182,39 @@ def _keep_setting(out: Path, setting: SuiteSetting) -> None:
     """Write the setting, or refuse a run folder whose cells were measured in another one."""
     if (out / SETTING).exists():
         old = read_setting(out)
-        for name, ours, theirs in _differences(setting, old):
+        for difference in _differences(setting, old):
             raise UsageError(
-                f"out {out}: its cells were measured with {name} {theirs}, the recipe has {ours}; "
-                "choose another folder"
+                f"out {out}: its cells were measured with {difference}; choose another folder"
             )
         setting = replace(setting, time=old.time, load_average=old.load_average)
     write_setting(out, setting)
 
 
-def _differences(new: SuiteSetting, old: SuiteSetting) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (what, new, old) where cells of both would not be comparable.
+def _differences(new: SuiteSetting, old: SuiteSetting) -> Iterator[str]:
+    """Yield what the old cells have that keeps new ones from standing beside them.
 
     What only adds cells may change: more datasets, methods, concurrencies, repeats.
     """
     for name in ("max_tokens", "seed", "dtype", "device", "threads"):
         if getattr(new, name) != getattr(old, name):
-            yield name, getattr(new, name), getattr(old, name)
+            yield f"{name} {getattr(old, name)}, the recipe has {getattr(new, name)}"
     if new.target["fingerprint"] != old.target["fingerprint"]:
-        yield "target", new.target["path"], old.target["path"]
+        yield f"another target, {old.target['path']}"
     for name, facts in old.drafters.items():
-        mine = new.drafters.get(name)
-        if mine is None or mine["fingerprint"] != facts["fingerprint"]:
-            yield f"drafter {name}", "another one" if mine else "none", facts["path"]
+        if name not in new.drafters:
+            yield f"drafter {name}, which the recipe lacks"
+        elif new.drafters[name]["fingerprint"] != facts["fingerprint"]:
+            yield f"another drafter {name}, {facts['path']}"
     for kind in ("datasets", "methods"):
-        mine_by_name = {row.name: row for row in getattr(new, kind)}
+        new_rows = {row.name: asdict(row) for row in getattr(new, kind)}
         for row in getattr(old, kind):
-            mine = mine_by_name.get(row.name)
-            if mine != row:
-                yield f"{kind.removesuffix('s')} {row.name}", mine or "none", row
+            what = f"{kind.removesuffix('s')} {row.name}"
+            if row.name not in new_rows:
+                yield f"{what}, which the recipe lacks"
+                continue
+            for field, value in asdict(row).items():
+                if value != new_rows[row.name][field]:
+                    yield f"{what} with {field} {value}, the recipe has {new_rows[row.name][field]}"
 
 
 # ---------------------------------------------------------------------- measuring

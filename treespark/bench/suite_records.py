@@ -98,9 +98,10 @@ class RequestRow(_InCell):
     """One request.
 
     num_output_tokens = num_prefill_tokens + what its rounds committed.  finish_reason: stop, length
-    or UNKNOWN.  plain_decoding: as `treespark.serving.records.RequestRecord` has it.  The four times
-    are seconds on the cell's own clock, which stands still in turns of other methods.  ids_sha256:
-    of the output ids, equal for equal answers, or UNKNOWN.  token_ids: the ids, where they were to be kept.
+    or UNKNOWN.  plain_decoding: as `treespark.serving.records.RequestRecord` has it.  The four
+    times are seconds on the cell's own clock, which stands still in turns of other methods.
+    ids_sha256: of the output ids, equal for equal answers, or UNKNOWN.  token_ids: the ids, where
+    they were to be kept.
     """
 
     prompt_id: str

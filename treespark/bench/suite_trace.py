@@ -77,8 +77,10 @@ class _Round:
     num_output: int
 
 
-def trace(target: TargetModel, method: SuiteMethod, prompt: Prompt, max_tokens: int) -> list[Any]:
-    """Decode one prompt alone; return its rounds as `TraceRow`, without rounds an empty list."""
+def trace(
+    target: TargetModel, method: SuiteMethod, prompt: Prompt, max_tokens: int
+) -> list[TraceRow]:
+    """Decode one prompt alone; return its rounds, without rounds an empty list."""
     growth = method.growth_at(1)
     traced = TracedGrowth(growth.builder, growth.min_confidence)
     engine = Engine(
