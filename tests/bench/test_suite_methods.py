@@ -79,7 +79,8 @@ def test_a_tree_over_a_drafter_of_chains_has_the_papers_width(drafters):
 
 
 @pytest.mark.parametrize(
-    ("concurrency", "threshold"), [(1, 0.02), (4, 0.02), (5, 0.05), (8, 0.05), (9, 0.15), (36, 0.15)]
+    ("concurrency", "threshold"),
+    [(1, 0.02), (4, 0.02), (5, 0.05), (8, 0.05), (9, 0.15), (36, 0.15)],
 )
 def test_the_threshold_follows_the_published_ladder(drafters, concurrency, threshold):
     made = method(drafters, "calibrated")
