@@ -34,7 +34,7 @@ ALL_METHODS: list[dict[str, Any]] = [
 
 
 def write_suite(folder: Path, made: tuple[str, ...] = ("block",), **changes: Any) -> Path:
-    """Write drafters, prompts and the recipe `suite.yaml` with changes; return the recipe's path."""
+    """Write drafters, prompts and the recipe `suite.yaml`; return the recipe's path."""
     target = text_target()
     make = {
         "block": lambda: drafter(target, tree=TREE),
