@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.bench.suite_tiny import ALL_METHODS, METHODS, write_suite
 from treespark.bench.suite import run_suite
 from treespark.bench.suite_records import CELLS, REASONS, REQUESTS, ROUNDS, SETTING, SuiteRun
 from treespark.bench.suite_writer import SuiteWriter
+from treespark.cli.suite import bench_suite
 from treespark.errors import UsageError
 
 
@@ -313,3 +315,16 @@ def test_different_answers_in_float32_fail_the_run(tmp_path, monkeypatch, capsys
         run_suite(recipe)
     assert failed.value.code == 1
     assert "dspark and autoregressive differ on prompt gsm8k-" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "treespark"}, "--method treespark: goes with --url"),
+        ({"concurrency": 3}, "--concurrency 3: goes with --url"),
+        ({"url": "http://x", "method": "a"}, "--url http://x: needs --method and --concurrency"),
+    ],
+)
+def test_a_server_is_measured_by_one_method_at_one_concurrency(options, message):
+    with pytest.raises(UsageError, match=f"^{message}$"):
+        bench_suite(Path("suite.yaml"), **options)
