@@ -22,7 +22,7 @@ from tqdm import tqdm
 from treespark import device as devices
 from treespark.bench.suite_cell import CellRun, cell_engine
 from treespark.bench.suite_methods import SuiteMethod, suite_method
-from treespark.bench.suite_recipe import load_suite_recipe
+from treespark.bench.suite_recipe import load_suite_recipe, select_prompts
 from treespark.bench.suite_records import (
     SETTING,
     UNKNOWN,
@@ -34,7 +34,6 @@ from treespark.bench.suite_records import (
 )
 from treespark.bench.suite_trace import trace
 from treespark.bench.suite_writer import SuiteWriter, write_setting
-from treespark.bench.workloads import WORKLOADS, Selection, select
 from treespark.data.interrupt import StopRequest
 from treespark.data.jsonl import check_folder
 from treespark.errors import UsageError
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
 
     from treespark.bench.suite_recipe import SuiteRecipe
     from treespark.bench.workload import Prompt
+    from treespark.bench.workloads import Selection
     from treespark.drafter.auto import Drafter
 
 _log = logging.getLogger(__name__)
@@ -103,17 +103,7 @@ def _prepare(recipe: SuiteRecipe, device: str | None) -> _Suite:
     load = os.getloadavg()
     # Before the target, which may take minutes to load.
     tokenizer = load_tokenizer(recipe.target.model)
-    selections = [
-        select(
-            WORKLOADS[section.name],
-            recipe.source(section),
-            tokenizer,
-            count=section.count,
-            seed=recipe.seed,
-            max_prompt_tokens=recipe.max_prompt_tokens,
-        )
-        for section in recipe.datasets
-    ]
+    selections = select_prompts(recipe, tokenizer)
     target = TargetModel.from_pretrained(
         recipe.target.model, dtype=recipe.target.dtype, device=device
     )

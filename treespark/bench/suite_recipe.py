@@ -7,15 +7,18 @@ Paths are relative to the recipe. `recipes/bench/` has examples.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from treespark.bench.workloads import HUB, WORKLOADS
+from treespark.bench.workloads import HUB, WORKLOADS, select
 from treespark.data.mixture_recipe import Name
 from treespark.recipe import Count, CountOrZero, TargetSection
 from treespark.sections import ConflictError, Section, resolve_paths, validate
 from treespark.yaml_source import Key, read_mapping
+
+if TYPE_CHECKING:
+    from treespark.bench.workloads import Selection
 
 # The default seed of DeepSpec's evaluation; the paper does not state its own (algorithms 6).
 DEFAULT_SEED = 980406
@@ -173,3 +176,18 @@ def load_suite_recipe(path: Path) -> SuiteRecipe:
     names = [("drafters", name) for name in drafters] if isinstance(drafters, dict) else []
     resolve_paths(values, [*_PATH_KEYS, *names], path.parent, origins)
     return validate(SuiteRecipe, values, path, origins)
+
+
+def select_prompts(recipe: SuiteRecipe, tokenizer: Any) -> list[Selection]:
+    """Return the prompts of the datasets, in their order; raises UsageError as `select`."""
+    return [
+        select(
+            WORKLOADS[section.name],
+            recipe.source(section),
+            tokenizer,
+            count=section.count,
+            seed=recipe.seed,
+            max_prompt_tokens=recipe.max_prompt_tokens,
+        )
+        for section in recipe.datasets
+    ]

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from treespark.bench.load import LoadOptions, measure_load
-from treespark.bench.suite_recipe import load_suite_recipe
+from treespark.bench.suite_recipe import load_suite_recipe, select_prompts
 from treespark.bench.suite_records import (
     UNKNOWN,
     CellKey,
@@ -22,7 +22,6 @@ from treespark.bench.suite_records import (
     read_setting,
 )
 from treespark.bench.suite_writer import SuiteWriter, write_setting
-from treespark.bench.workloads import WORKLOADS, select
 from treespark.errors import UsageError
 from treespark.target.template import load_tokenizer
 
@@ -75,20 +74,11 @@ def _same_selections(recipe: SuiteRecipe, setting: SuiteSetting) -> list[Selecti
     """Return the datasets' prompts; refuse others than those that were measured."""
     tokenizer = load_tokenizer(recipe.target.model)
     measured = {row.name: row for row in setting.datasets}
-    selections = []
-    for section in recipe.datasets:
-        selection = select(
-            WORKLOADS[section.name],
-            recipe.source(section),
-            tokenizer,
-            count=section.count,
-            seed=recipe.seed,
-            max_prompt_tokens=recipe.max_prompt_tokens,
-        )
-        before = measured.get(section.name)
+    selections = select_prompts(recipe, tokenizer)
+    for selection in selections:
+        name, before = selection.row.name, measured.get(selection.row.name)
         if before is None or before.subset_sha256 != selection.row.subset_sha256:
-            raise UsageError(f"dataset {section.name}: {recipe.out} was measured on other prompts")
-        selections.append(selection)
+            raise UsageError(f"dataset {name}: {recipe.out} was measured on other prompts")
     return selections
 
 
