@@ -12,14 +12,14 @@ Every table and figure is computed from these rows; `treespark.bench.metrics` ha
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from treespark.data.jsonl import Row, iter_jsonl, parse_object
 from treespark.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 SETTING, CELLS = "suite.json", "cells.jsonl"
@@ -43,6 +43,14 @@ class CellKey(NamedTuple):
     method: str
     concurrency: int
     repeat: int
+
+
+class TraceKey(NamedTuple):
+    """One traced prompt by one method."""
+
+    dataset: str
+    method: str
+    prompt_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,14 +160,20 @@ class TraceRow:
     num_committed: int
     chain_committed: int | None
 
+    @property
+    def key(self) -> TraceKey:
+        """The trace that the row belongs to."""
+        return TraceKey(self.dataset, self.method, self.prompt_id)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetRow:
     """One dataset of a run.
 
     title: for tables.  group: datasets that are averaged together, "general" or "writing".  source:
-    file or hub name.  pool_size: prompts there.  subset_size, subset_sha256: those measured, in
-    their order, the same for every method.
+    file or hub name.  pool_size: prompts there.  num_too_long: those of them that were left out of
+    the draw for their length.  subset_size, subset_sha256: those measured, in their order, the same
+    for every method.
     """
 
     name: str
@@ -169,6 +183,7 @@ class DatasetRow:
     pool_size: int
     subset_size: int
     subset_sha256: str
+    num_too_long: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +267,7 @@ class SuiteRun:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.setting = read_setting(folder)
-        self.cells = [row for row in self._rows(CELLS, CellRow)]
+        self.cells = list(rows_of(folder / CELLS, CellRow))
 
     @property
     def finished(self) -> frozenset[CellKey]:
@@ -269,26 +284,28 @@ class SuiteRun:
 
     def traces(self) -> list[list[TraceRow]]:
         """Return the complete traces, each as its rounds in order."""
-        grouped: dict[tuple[str, str, str], list[TraceRow]] = {}
-        for row in self._rows(TRACES, TraceRow):
-            grouped.setdefault((row.dataset, row.method, row.prompt_id), []).append(row)
-        return [rows for rows in grouped.values() if len(rows) == rows[0].num_rounds]
+        return complete_traces(rows_of(self.folder / TRACES, TraceRow))
 
-    def _finished_rows(
-        self, name: str, kind: type[RequestRow] | type[RoundRow]
-    ) -> Iterator[Any]:
-        # Cells are written one after the other, so all that is behind the last one is unfinished.
-        finished: Collection[CellKey] = self.finished
-        for row in self._rows(name, kind):
+    def _finished_rows(self, name: str, kind: type[RequestRow] | type[RoundRow]) -> Iterator[Any]:
+        finished = self.finished
+        for row in rows_of(self.folder / name, kind):
             if row.key in finished:
                 yield row
 
-    def _rows(self, name: str, kind: type[AnyRow]) -> Iterator[AnyRow]:
-        path = self.folder / name
-        if not path.exists():
-            return
+
+def rows_of(path: Path, kind: type[AnyRow]) -> Iterator[AnyRow]:
+    """Yield the rows of a file, none where there is no file; a torn last line is left out."""
+    if path.exists():
         for number, values in iter_jsonl(path, ignore_tail=True):
             yield row_of(kind, values, f"{path}:{number}")
+
+
+def complete_traces(rows: Iterable[TraceRow]) -> list[list[TraceRow]]:
+    """Return the traces that have all their rounds."""
+    grouped: dict[TraceKey, list[TraceRow]] = {}
+    for row in rows:
+        grouped.setdefault(row.key, []).append(row)
+    return [trace for trace in grouped.values() if len(trace) == trace[0].num_rounds]
 
 
 def read_setting(folder: Path) -> SuiteSetting:
@@ -307,7 +324,3 @@ def read_setting(folder: Path) -> SuiteSetting:
     values["methods"] = [row_of(MethodRow, row, str(path)) for row in values["methods"]]
     return SuiteSetting(**values)
 
-
-def as_json(row: Any) -> Row:
-    """Return a row or setting as a JSON-ready dict."""
-    return asdict(row)
