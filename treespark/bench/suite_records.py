@@ -323,4 +323,3 @@ def read_setting(folder: Path) -> SuiteSetting:
     values["datasets"] = [row_of(DatasetRow, row, str(path)) for row in values["datasets"]]
     values["methods"] = [row_of(MethodRow, row, str(path)) for row in values["methods"]]
     return SuiteSetting(**values)
-

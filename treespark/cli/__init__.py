@@ -10,6 +10,7 @@ from treespark.cli import training  # isort: skip
 from treespark.cli import prompts  # isort: skip
 from treespark.cli import features  # isort: skip
 from treespark.cli import decoding  # isort: skip
+from treespark.cli import report  # isort: skip
 from treespark.cli import serving  # isort: skip
 from treespark.cli import load  # isort: skip
 from treespark.cli import workers  # isort: skip
@@ -22,6 +23,7 @@ __all__ = [
     "load",
     "main",
     "prompts",
+    "report",
     "serving",
     "training",
     "workers",

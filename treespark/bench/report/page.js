@@ -69,7 +69,7 @@ const requests = [];
 for (const trace of data.traces) {
   let entry = requests.find((r) => r.dataset === trace.dataset && r.request === trace.request);
   if (!entry) {
-    entry = { dataset: trace.dataset, request: trace.request, prompt: trace.prompt, traces: [] };
+    entry = { dataset: trace.dataset, request: trace.request, traces: [] };
     requests.push(entry);
   }
   entry.traces.push(trace);
@@ -169,7 +169,6 @@ function drawTree(round) {
     width: plan.width, height: plan.height, viewBox: `0 0 ${plan.width} ${plan.height}`,
     role: "img", "aria-label": `draft tree of ${round.tokens.length - 1} nodes`,
   });
-  const missed = round.reason === "wrong_parent" ? round.wanted : null;
   for (const node of plan.nodes.slice(1)) {
     const parent = plan.nodes[node.parent];
     const [x1, y1, x2, y2] = [parent.x + parent.width, parent.y + BOX / 2, node.x, node.y + BOX / 2];
@@ -179,9 +178,8 @@ function drawTree(round) {
       d: `M${x1},${y1} C${middle},${y1} ${middle},${y2} ${x2},${y2}`,
     }));
   }
-  const depth = round.accepted.length + 1;
   for (const node of plan.nodes) {
-    const elsewhere = !node.wanted && node.token === missed && node.depth === depth;
+    const elsewhere = round.elsewhere.includes(node.number);
     const kinds = [
       "node", node.number === 0 && "anchor", node.accepted && "accepted",
       node.wanted && "wanted", elsewhere && "elsewhere",
@@ -210,17 +208,16 @@ function drawTree(round) {
 // ---------------------------------------------------------------------- beside the tree
 
 function drawOutput(trace) {
-  const parts = [];
-  trace.rounds.slice(0, state.round).forEach((round) => parts.push(...round.committed.map(text)));
-  const before = element("span", { class: "before" }, trace.first.map(text).join("") + parts.join(""));
+  const anchor = text(trace.rounds[0].tokens[0]);
+  const earlier = trace.rounds.slice(0, state.round).flatMap((r) => r.committed.map(text));
+  const before = element("bdi", { class: "before" }, trace.prefix, anchor + earlier.join(""));
   const round = chosenRound();
   const now = round.committed.map((token, i) => {
     const drafted = i < round.accepted.length;
     return element("bdi", { class: drafted ? "drafted" : "bonus" }, text(token));
   });
-  find("output").replaceChildren(element("bdi", {}, before), ...now);
+  find("output").replaceChildren(before, ...now);
   find("output").scrollTop = find("output").scrollHeight;
-  find("prompt").textContent = requests[state.request].prompt;
 }
 
 function drawTimeline(trace) {
@@ -256,7 +253,7 @@ function drawFacts(round) {
   fact("fact-width", won === null ? "–" : `${won > 0 ? "+" : ""}${won}`);
   find("fact-width").className = won > 0 ? "gain" : won < 0 ? "loss" : "";
   fact("fact-wanted", round.wanted === null ? "–" : visible(text(round.wanted)));
-  fact("fact-reason", data.reasons[round.reason] || data.reasons.none);
+  fact("fact-reason", data.reasons[round.reason]);
 }
 
 function show() {
@@ -284,6 +281,7 @@ const moves = {
 };
 
 if (requests.length) {
+  state.method = Math.max(0, requests[0].traces.findIndex((t) => t.method === data.method));
   find("previous").addEventListener("click", moves.ArrowLeft);
   find("next").addEventListener("click", moves.ArrowRight);
   find("round").addEventListener("input", (e) => chooseRound(Number(e.target.value)));

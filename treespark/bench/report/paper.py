@@ -11,10 +11,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from treespark.bench.report.study import FULL
+
 if TYPE_CHECKING:
     from treespark.bench.report.study import Study
 
-BASELINE, CONTROL, FULL = "baseline", "control", "treespark"
+BASELINE, CONTROL = "baseline", "control"
 _ABLATIONS = ("no-survival", "no-coverage", "head-dim-128")
 
 # (model, metric, group, concurrency, role) -> suite mean. Acceptance is given without concurrency.

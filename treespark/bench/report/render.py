@@ -16,7 +16,6 @@ _LATEX = {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
-    "–": "--",
     **{sign: f"\\{sign}" for sign in "&%$#_{}"},
 }
 
@@ -34,7 +33,10 @@ def markdown(table: Table) -> str:
     def label(row: Row) -> str:
         return f"*{text(row.label)}*" if row.kind != "method" else text(row.label)
 
-    lines = [["", *map(text, table.columns), ""], ["", "---", *["---:"] * len(table.columns[1:]), ""]]
+    lines = [
+        ["", *map(text, table.columns), ""],
+        ["", "---", *["---:"] * len(table.columns[1:]), ""],
+    ]
     lines += [["", label(row), *map(cell, row.cells), ""] for row in table.rows]
     grid = "\n".join(" | ".join(line).strip() for line in lines)
     return f"### {text(table.title)}\n\n{grid}\n\n{text(table.caption)}\n"

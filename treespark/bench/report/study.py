@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from treespark.bench.suite_records import DatasetRow, MethodRow, SuiteSetting
 
+# The name of TreeSpark in recipes.
+FULL = "treespark"
 # What the runs of one study must have in common, for their numbers to stand in one table.
 _COMMON = ("max_tokens", "dtype", "device", "seed", "baseline", "control")
 
@@ -71,6 +73,12 @@ class Study:
         """Return the method of that name; None if there is none."""
         return next((method for method in self.methods if method.name == name), None)
 
+    @property
+    def full(self) -> MethodRow | None:
+        """The method whose gains are the study's subject: TreeSpark, else the first tree."""
+        trees = [method for method in self.methods if method.kind == "tree"]
+        return self.method(FULL) or next(iter(trees), None)
+
     def group(self, name: str) -> list[DatasetRow]:
         """Return the datasets that are averaged together under that name."""
         return [dataset for dataset in self.datasets if dataset.group == name]
@@ -86,7 +94,9 @@ def read_studies(folders: Sequence[Path]) -> list[Study]:
     for folder in folders:
         run = SuiteRun(folder)
         if not run.cells:
-            raise UsageError(f"{folder}: no cell of this run is finished; see treespark bench suite")
+            raise UsageError(
+                f"{folder}: no cell of this run is finished; see treespark bench suite"
+            )
         target = run.setting.target
         groups.setdefault(str(target.get("fingerprint") or target.get("path")), []).append(run)
     for runs in groups.values():

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from treespark.bench.report.results import Value
 
-MISSING = "–"
+MISSING = "-"
 
 
 @dataclass(frozen=True)
