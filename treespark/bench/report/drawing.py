@@ -157,6 +157,7 @@ def bars(
             color=colour(results, method.name),
             label=method.title,
         )
-    axes.set_xticks(range(len(groups)), groups, rotation=30, ha="right")
+    turned = {"rotation": 30, "ha": "right"} if len(groups) > 8 else {}
+    axes.set_xticks(range(len(groups)), groups, **turned)
     axes.axhline(0, color=INK, linewidth=0.6)
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:+.0%}" if y else "0%")

@@ -23,6 +23,7 @@ from treespark.bench.report.profile import profiles
 from treespark.bench.report.results import ACCEPTANCE, PER_REQUEST, SINGLE, SYSTEM
 from treespark.bench.report.signs import position_concurrency
 from treespark.bench.report.tables import GROUPS
+from treespark.bench.report.traces import SHORT
 from treespark.bench.suite_records import REASONS
 
 if TYPE_CHECKING:
@@ -282,7 +283,7 @@ def _reasons(results: Results, traces: Traces) -> Drawing | None:
     places, starts = range(len(counts), 0, -1), [0.0] * len(counts)
     for reason, shade in zip(REASONS, PALETTE, strict=False):
         widths = [own[reason] / own.total() for own in counts.values()]
-        axes.barh(places, widths, left=starts, color=shade, label=reason)
+        axes.barh(places, widths, left=starts, color=shade, label=SHORT[reason])
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     axes.set_yticks(places, list(counts))
     axes.grid(visible=False, axis="y")

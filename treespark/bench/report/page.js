@@ -14,17 +14,19 @@ const find = (id) => document.getElementById(id);
 
 // ---------------------------------------------------------------------- texts
 
-// A token as one visible line: blanks and controls get signs, so that none of them can hide or
-// turn the text around it.
-function visible(text) {
-  const signs = { " ": "·", "\n": "↵", "\r": "␍", "\t": "⇥" };
-  const shown = Array.from(text, (c) => {
-    if (signs[c]) return signs[c];
-    return /\p{Cc}|\p{Cf}|\p{Zl}|\p{Zp}|\p{Zs}/u.test(c) && c !== "\u200d"
+// Controls get signs, so that none of them can hide or turn the text around it.
+function readable(text) {
+  return Array.from(text, (c) =>
+    /\p{Cc}|\p{Cf}|\p{Zl}|\p{Zp}/u.test(c) && !"\n\t\u200d".includes(c)
       ? `⟨${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`
-      : c;
-  }).join("");
-  return shown === "" ? "∅" : shown;
+      : c,
+  ).join("");
+}
+
+// A token as one line on which its blanks are seen.
+function visible(text) {
+  const signs = { " ": "·", "\n": "↵", "\t": "⇥" };
+  return readable(text).replace(/[ \n\t]/g, (c) => signs[c]) || "∅";
 }
 
 function shortened(text) {
@@ -112,21 +114,24 @@ function options(select, labels, chosen) {
 
 // ---------------------------------------------------------------------- the tree
 
-// Columns are depths. A parent stands in the row of its best child, so the drafter's best path is
-// a straight line at the top. The wanted token, where the tree lacks it, is a node of its own.
+// Columns are depths. The accepted path, and behind it the wanted token that the tree lacks, is a
+// straight line at the top; other children follow by their score.
 function layout(round) {
   const nodes = round.tokens.map((token, i) => ({
     number: i, token, parent: round.parents[i], score: round.scores[i], children: [],
     accepted: i === 0 || round.accepted.includes(i), wanted: false,
   }));
   for (const node of nodes.slice(1)) nodes[node.parent].children.push(node);
-  for (const node of nodes) node.children.sort((a, b) => b.score - a.score || a.number - b.number);
   if (round.wanted !== null) {
     const parent = round.accepted.length ? round.accepted[round.accepted.length - 1] : 0;
     const ghost = { number: nodes.length, token: round.wanted, parent, score: null, children: [],
       accepted: false, wanted: true };
     nodes[parent].children.push(ghost);
     nodes.push(ghost);
+  }
+  const first = (node) => Number(node.accepted || node.wanted);
+  for (const node of nodes) {
+    node.children.sort((a, b) => first(b) - first(a) || b.score - a.score || a.number - b.number);
   }
   let rows = 0;
   (function place(node, depth) {
@@ -201,7 +206,7 @@ function drawTree(round) {
   const end = plan.nodes.find((n) => n.wanted) || plan.nodes[round.accepted.at(-1) || 0];
   const view = find("tree");
   view.scrollLeft = Math.max(0, end.x + end.width + MARGIN - view.clientWidth);
-  view.scrollTop = Math.max(0, end.y + 2 * ROW - view.clientHeight);
+  view.scrollTop = 0;
   find("node-detail").textContent = "Point at a node for its probabilities.";
 }
 
@@ -210,11 +215,11 @@ function drawTree(round) {
 function drawOutput(trace) {
   const anchor = text(trace.rounds[0].tokens[0]);
   const earlier = trace.rounds.slice(0, state.round).flatMap((r) => r.committed.map(text));
-  const before = element("bdi", { class: "before" }, trace.prefix, anchor + earlier.join(""));
+  const before = element("bdi", { class: "before" }, readable(trace.prefix + anchor + earlier.join("")));
   const round = chosenRound();
   const now = round.committed.map((token, i) => {
     const drafted = i < round.accepted.length;
-    return element("bdi", { class: drafted ? "drafted" : "bonus" }, text(token));
+    return element("bdi", { class: drafted ? "drafted" : "bonus" }, readable(text(token)));
   });
   find("output").replaceChildren(before, ...now);
   find("output").scrollTop = find("output").scrollHeight;
@@ -248,11 +253,11 @@ function drawFacts(round) {
   const depth = layout(round).nodes.reduce((most, n) => (n.wanted ? most : Math.max(most, n.depth)), 0);
   fact("fact-committed", `${round.committed.length} (${drafted} drafted)`);
   fact("fact-nodes", `${round.tokens.length - 1}, ${depth} deep`);
-  fact("fact-chain", round.chain === null ? "–" : String(round.chain));
+  fact("fact-chain", round.chain === null ? "-" : String(round.chain));
   const won = round.chain === null ? null : round.committed.length - round.chain;
-  fact("fact-width", won === null ? "–" : `${won > 0 ? "+" : ""}${won}`);
+  fact("fact-width", won === null ? "-" : `${won > 0 ? "+" : ""}${won}`);
   find("fact-width").className = won > 0 ? "gain" : won < 0 ? "loss" : "";
-  fact("fact-wanted", round.wanted === null ? "–" : visible(text(round.wanted)));
+  fact("fact-wanted", round.wanted === null ? "-" : visible(text(round.wanted)));
   fact("fact-reason", data.reasons[round.reason]);
 }
 

@@ -50,7 +50,7 @@ def latex(table: Table) -> str:
 
     def cell(value: Cell) -> str:
         strong = f"\\textbf{{{text(value.text)}}}" if value.is_best else text(value.text)
-        return f"{strong} {{\\scriptsize ({value.spread})}}" if value.spread else strong
+        return f"{strong} {{\\scriptsize ({text(value.spread)})}}" if value.spread else strong
 
     def label(row: Row) -> str:
         return f"\\emph{{{text(row.label)}}}" if row.kind != "method" else text(row.label)
@@ -58,7 +58,7 @@ def latex(table: Table) -> str:
     lines = [
         "\\begin{table}",
         "\\centering",
-        f"\\caption{{{text(table.title)} {text(table.caption)}}}",
+        f"\\caption{{{text(table.title)}. {text(table.caption)}}}",
         f"\\label{{{table.key}}}",
         f"\\begin{{tabular}}{{l{'r' * len(table.columns[1:])}}}",
         "\\toprule",

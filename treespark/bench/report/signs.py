@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from treespark.bench.report import paper
 from treespark.bench.report.results import ACCEPTANCE, SINGLE, SYSTEM
-from treespark.bench.report.table import Row, Table, text_row
+from treespark.bench.report.table import MISSING, Row, Table, text_row
 from treespark.bench.report.tables import GROUPS
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ def signs_table(results: Results) -> Table | None:
         columns=["finding", "paper (Qwen3-4B, Ascend 910B)", "here", "verdict"],
         rows=rows,
         caption=f"A finding holds here if every repeat shows it; {UNCLEAR}: repeats disagree. "
-        "The paper's numbers are another target's, another device's: only the signs compare.",
+        "The paper's numbers are another target's on another device, so only signs compare; "
+        f"{MISSING}: its text has no number.",
     )
 
 
@@ -88,7 +89,7 @@ def _gain_row(
         text_row(
             claim.format(ours=ours.title, base=base.title),
             [
-                "yes" if theirs is None else f"{theirs:+.1f}%",
+                MISSING if theirs is None else f"{theirs:+.1f}%",
                 f"{shown}: {gain.value:+.1%}{spread}",
                 verdict(gain.low, gain.high),
             ],
@@ -157,31 +158,30 @@ def position_concurrency(results: Results) -> int:
 
 
 def _depths(results: Results) -> list[Row]:
-    """The tree accepts more at every depth, over all rounds."""
+    """The tree reaches every depth more often, over all rounds."""
     full, base = _full(results), _baseline(results)
     if full is None or base is None:
         return []
-    load = position_concurrency(results)
-    names = _names(results, "general")
+    names, load = _names(results, "general"), position_concurrency(results)
     rates = [results.positions(names, m.name, load) for m in (full, base)]
     if rates[0] is None or rates[1] is None:
         return []
     tree, chain = (rate.over_rounds for rate in rates if rate)
-    rows = []
-    for depth in range(1, min(full.depth, base.depth) + 1):
-        ours, theirs = tree[depth - 1] or 0.0, chain[depth - 1] or 0.0
-        stated = [paper.POSITIONS.get((role, depth)) for role in (paper.FULL, paper.BASELINE)]
-        rows.append(
-            text_row(
-                f"{full.title} reaches depth {depth} more often than {base.title}",
-                [
-                    "yes" if None in stated else f"{stated[0]}% and {stated[1]}%",
-                    f"{ours:.1%} and {theirs:.1%}",
-                    verdict(ours - theirs, ours - theirs),
-                ],
-            )
+    pairs = list(zip(tree, chain, strict=True))[: min(full.depth, base.depth)]
+    not_more = [d for d, (ours, theirs) in enumerate(pairs, 1) if (ours or 0) <= (theirs or 0)]
+    shown = ", ".join(f"{ours:.1%} / {theirs:.1%}" for ours, theirs in pairs)
+    stated = (paper.POSITIONS[paper.FULL, 7], paper.POSITIONS[paper.BASELINE, 7])
+    first = (paper.POSITIONS[paper.FULL, 1], paper.POSITIONS[paper.BASELINE, 1])
+    return [
+        text_row(
+            f"{full.title} accepts more than {base.title} at every depth, C = {load}",
+            [
+                "first {}% / {}%, seventh {}% / {}%".format(*first, *stated),
+                shown,
+                f"{FAILS} at depth {', '.join(map(str, not_more))}" if not_more else HOLDS,
+            ],
         )
-    return rows
+    ]
 
 
 def _speeds(results: Results) -> list[Row]:

@@ -34,6 +34,8 @@ EXPLANATIONS = {
     WRONG_PARENT: "Wrong parent: the tree has this token at this depth, but behind other tokens.",
     DEPTH_LIMIT: "Depth limit: the whole path was right, and trees go no deeper.",
 }
+# As heads of tables.
+SHORT = {reason: "none missing" if reason == COMMITTED else reason for reason in REASONS}
 # Digits of a score that the page keeps: a probability to one in a thousand.
 _SCORE_DIGITS = 3
 
@@ -64,7 +66,7 @@ def reasons_table(study: Study, traces: Traces) -> Table | None:
     return Table(
         key="reasons",
         title="Why the token that the target wanted was not in the tree",
-        columns=["method", "rounds", *REASONS, "width won"],
+        columns=["method", "rounds", *SHORT.values(), "width won"],
         rows=rows,
         caption="Shares of the traced rounds. Width won: tokens a round that the tree added beyond "
         "what the same drafter's greedy chain would have added at the same place.",
