@@ -85,10 +85,7 @@ def run_load(options: LoadOptions, as_json: bool = False) -> dict[str, Any]:
     reached or does not serve the model.
     """
     metrics, percentiles = _check(options)
-    check_httpx("--base-url", "bench")
-    root = server_address(options.base_url, "--base-url", "http://host:8000")
-    server = Server(f"{root}/v1", key_header(options.api_key_env), 0, "--base-url")
-    model = model_name(server, options.model)
+    root, server, model = _connect(options)
     out = _result_path(options)
     if options.save_result:
         check_file(out, "--result-filename ")
@@ -105,6 +102,26 @@ def run_load(options: LoadOptions, as_json: bool = False) -> dict[str, Any]:
         if options.save_result:
             Console().print(f"written: {out}", markup=False)
     return result
+
+
+def measure_load(
+    options: LoadOptions, prompts: Sequence[list[int]]
+) -> tuple[list[Outcome], float]:
+    """Send prompts as token ids; return their outcomes in order, and the seconds it took.
+
+    Raises UsageError for a server that cannot be reached or does not serve the model.
+    """
+    root, server, model = _connect(options)
+    outcomes, seconds, _ = asyncio.run(_Load(options, server, root, model, prompts).run())
+    return outcomes, seconds
+
+
+def _connect(options: LoadOptions) -> tuple[str, Server, str]:
+    """Return the server's address, the server and the model it serves."""
+    check_httpx("--base-url", "bench")
+    root = server_address(options.base_url, "--base-url", "http://host:8000")
+    server = Server(f"{root}/v1", key_header(options.api_key_env), 0, "--base-url")
+    return root, server, model_name(server, options.model)
 
 
 # ------------------------------------------------------------------ options
@@ -224,7 +241,7 @@ class _Load:
         server: Server,
         root: str,
         model: str,
-        prompts: Sequence[str | list[int]],
+        prompts: Sequence[str] | Sequence[list[int]] | Sequence[str | list[int]],
     ) -> None:
         self.options, self.server, self.root, self.model = options, server, root, model
         self.prompts = prompts

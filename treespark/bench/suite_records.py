@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 SETTING, CELLS = "suite.json", "cells.jsonl"
 REQUESTS, ROUNDS, TRACES = "requests.jsonl", "rounds.jsonl", "traces.jsonl"
 
+# Finish reason and hash of an answer that a server gave, which tells neither.
+UNKNOWN = "unknown"
+
 # Why the token that the target wanted next was not in the tree; COMMITTED: none was missing, as the
 # request ended inside its accepted path.
 COMMITTED = "committed"
@@ -72,8 +75,9 @@ class _InCell:
 class CellRow(_InCell):
     """One finished cell.
 
-    wall_s: seconds in which its requests ran, turns of other methods left out.  num_output_tokens:
-    of all its requests.  num_rounds: rounds of the engine, each shared by all requests that ran in
+    wall_s: seconds in which its requests ran, turns of other methods left out.  step_s: those of
+    them inside the engine, the rest being the suite's own overhead.  num_output_tokens: of all its
+    requests.  num_rounds: rounds of the engine, each shared by all requests that ran in
     it.  phase_s: seconds by phase (prefill, draft, expand, verify, commit, host), empty where a
     server was measured from outside.  load_average: of the machine over the last minute, at the
     cell's end.  file_sizes: bytes of the other files that belong to this and earlier cells.
@@ -84,6 +88,7 @@ class CellRow(_InCell):
     num_output_tokens: int
     num_rounds: int
     phase_s: dict[str, float] = field(default_factory=dict)
+    step_s: float | None = None
     load_average: float = 0.0
     file_sizes: dict[str, int] = field(default_factory=dict)
 
@@ -92,10 +97,11 @@ class CellRow(_InCell):
 class RequestRow(_InCell):
     """One request.
 
-    num_output_tokens = num_prefill_tokens + what its rounds committed.  finish_reason: stop or
-    length.  plain_decoding: as `treespark.serving.records.RequestRecord` has it.  The four times
-    are seconds on the cell's own clock, which stands still in turns of other methods.  ids_sha256:
-    of the output ids, equal for equal answers.  token_ids: the ids, where they were to be kept.
+    num_output_tokens = num_prefill_tokens + what its rounds committed.  finish_reason: stop, length
+    or UNKNOWN.  plain_decoding: as `treespark.serving.records.RequestRecord` has it.  The four
+    times are seconds on the cell's own clock, which stands still in turns of other methods.
+    ids_sha256: of the output ids, equal for equal answers, or UNKNOWN.  token_ids: the ids, where
+    they were to be kept.
     """
 
     prompt_id: str
@@ -191,14 +197,15 @@ class MethodRow:
     """One method of a run, as it was resolved.
 
     drafter: its name in the recipe, None for autoregressive decoding.  kind: autoregressive, chain
-    or tree.  proposal, priority, stop: the three axes of `treespark.tree.builder`, None without a
-    drafter.  options: what else shapes its drafts.  layout: of a drafter's blocks, shifted,
-    in-place or None.
+    or tree.  method: its name in `treespark/bench/suite_methods.py`.  proposal, priority, stop: the
+    three axes of `treespark.tree.builder`, None without a drafter.  options: what else shapes its
+    drafts.  layout: of a drafter's blocks, shifted, in-place or None.
     """
 
     name: str
     title: str
     kind: str
+    method: str = ""
     drafter: str | None = None
     proposal: str | None = None
     priority: str | None = None

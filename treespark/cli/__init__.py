@@ -13,6 +13,7 @@ from treespark.cli import decoding  # isort: skip
 from treespark.cli import report  # isort: skip
 from treespark.cli import serving  # isort: skip
 from treespark.cli import load  # isort: skip
+from treespark.cli import suite  # isort: skip
 from treespark.cli import workers  # isort: skip
 from treespark.cli.app import app, main
 
@@ -25,6 +26,7 @@ __all__ = [
     "prompts",
     "report",
     "serving",
+    "suite",
     "training",
     "workers",
 ]

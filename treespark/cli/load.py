@@ -9,7 +9,7 @@ import typer
 from treespark.cli.app import app
 from treespark.cli.flags import AsJson, Seed
 
-bench = typer.Typer(help="Put load on a server and measure it.", rich_markup_mode=None)
+bench = typer.Typer(help="Measure a server, or decoding methods.", rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 
 

@@ -142,3 +142,7 @@ class DrafterModel(PreTrainedModel):
     def base_logits(self, hidden: Tensor) -> Tensor:
         """Return logits without the Markov bias, [..., V] float32, from hidden [..., H]."""
         return self.lm_head(hidden.to(self.embed_tokens.weight.dtype)).float()
+
+    def confidence_logits(self, hidden: Tensor, parent_tokens: Tensor) -> Tensor:
+        """Return the confidence head's logits [...]; raises UsageError: there is none here."""
+        raise UsageError(f"a drafter of model_type {self.config.model_type!r} has no confidence")
