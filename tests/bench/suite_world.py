@@ -24,22 +24,25 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DEPTH = 7
+
+
+def _method(name: str, title: str, kind: str, proposal: str = "conditioned") -> MethodRow:
+    if kind == "autoregressive":
+        return MethodRow(name=name, title=title, kind=kind, method=name)
+    width, budget = (4, 32) if kind == "tree" else (1, DEPTH)
+    return MethodRow(name=name, title=title, kind=kind, method=name, drafter=name,
+                     proposal=proposal, priority="probability", stop="frontier", depth=DEPTH,
+                     branching=width, budget=budget)  # fmt: skip
+
+
 METHODS = {
-    "autoregressive": MethodRow(name="autoregressive", title="Autoregressive",
-                                kind="autoregressive"),
-    "eagle3": MethodRow(name="eagle3", title="EAGLE-3", kind="chain", drafter="eagle3",
-                        proposal="conditioned", depth=DEPTH, branching=1, budget=DEPTH),
-    "dflash": MethodRow(name="dflash", title="DFlash", kind="chain", drafter="dflash",
-                        proposal="marginal", depth=DEPTH, branching=1, budget=DEPTH),
-    "dspark": MethodRow(name="dspark", title="DSpark", kind="chain", drafter="dspark",
-                        proposal="conditioned", depth=DEPTH, branching=1, budget=DEPTH),
-    "dspark-tree": MethodRow(name="dspark-tree", title="DSpark+Tree", kind="tree",
-                             drafter="dspark-tree", proposal="conditioned", depth=DEPTH,
-                             branching=4, budget=32),
-    "treespark": MethodRow(name="treespark", title="TreeSpark", kind="tree", drafter="treespark",
-                           proposal="conditioned", priority="probability", stop="frontier",
-                           depth=DEPTH, branching=4, budget=32),
-}  # fmt: skip
+    "autoregressive": _method("autoregressive", "Autoregressive", "autoregressive"),
+    "eagle3": _method("eagle3", "EAGLE-3", "chain"),
+    "dflash": _method("dflash", "DFlash", "chain", "marginal"),
+    "dspark": _method("dspark", "DSpark", "chain"),
+    "dspark-tree": _method("dspark-tree", "DSpark+Tree", "tree"),
+    "treespark": _method("treespark", "TreeSpark", "tree"),
+}
 GENERAL = ("GSM8K", "MATH-500", "AIME25", "HumanEval", "MBPP", "LiveCodeBench", "MT-Bench",
            "Alpaca", "Arena-Hard")  # fmt: skip
 WRITING = ("Academic", "Advertising", "Education", "Finance", "Literature", "Politics")
@@ -78,7 +81,7 @@ class RunWriter:
         self.rows = {name: [] for name in (records.CELLS, records.REQUESTS, records.ROUNDS,
                                            records.TRACES)}  # fmt: skip
 
-    def cell(self, key, wall_s, requests, phase_s=None, num_rounds=None) -> None:
+    def cell(self, key, wall_s, requests, phase_s=None, num_rounds=None, step_s=None) -> None:
         """One cell.
 
         key: (dataset, method, concurrency, repeat).  requests: (first_token_s, finished_s, rounds,
@@ -103,7 +106,7 @@ class RunWriter:
         engine_rounds = sum(len(r[2]) for r in requests) if num_rounds is None else num_rounds
         self.rows[records.CELLS].append(CellRow(
             **names, wall_s=wall_s, num_requests=len(requests), num_output_tokens=tokens,
-            num_rounds=engine_rounds, phase_s=phase_s or {}, load_average=0.7))  # fmt: skip
+            num_rounds=engine_rounds, phase_s=phase_s or {}, step_s=step_s))  # fmt: skip
 
     def write(self, folder: Path) -> Path:
         """Write the folder."""
@@ -160,7 +163,7 @@ def run_cell(run, rng, key, rounds) -> None:
     busy = engine_rounds * round_s
     shares = {"draft": 0.1, "expand": 0.15, "verify": 0.7, "commit": 0.03, "host": 0.02}
     phases = {phase: busy * share for phase, share in shares.items()} | {"prefill": 0.1}
-    run.cell(key, (busy + 0.1) * 1.005, requests, phases, engine_rounds)
+    run.cell(key, (busy + 0.1) * 1.005, requests, phases, engine_rounds, busy + 0.1)
 
 
 def _round(rng, method, chance):

@@ -179,23 +179,35 @@ def test_findings_say_where_the_papers_signs_do_not_hold(tmp_path):
 def test_profile_and_the_suites_own_share(tmp_path):
     run = RunWriter(setting([A], ("dspark",)))
     phases = {"prefill": 1.0, "draft": 2.0, "verify": 6.0, "host": 0.9}
-    run.cell(("a", "dspark", 1, 0), 10.0, [(1.0, 9.0, [(2, 1, 7, 7)], "x")], phases, num_rounds=100)
+    requests = [(1.0, 9.0, [(2, 1, 7, 7)], "x")]
+    run.cell(("a", "dspark", 1, 0), 10.0, requests, phases, num_rounds=100, step_s=9.9)
     table = profile_table(results_of(run.write(tmp_path)))
     assert table.columns == ["method", "C", "draft", "verify", "host", "round", "prefill", "suite"]
     assert texts(table)["DSpark"] == ["1", "20.00", "60.00", "9.00", "89.00", "10.0%", "1.00%"]
     assert "1.00% in all" in table.caption
 
 
+def test_a_run_without_phases_still_shows_the_suites_share(tmp_path):
+    run = RunWriter(setting([A], ("dspark",)))
+    run.cell(("a", "dspark", 1, 0), 10.0, [(1.0, 9.0, [(2, 1, 7, 7)], "x")], step_s=9.8)
+    table = profile_table(results_of(run.write(tmp_path)))
+    assert table.columns == ["method", "C", "suite"]
+    assert texts(table)["DSpark"] == ["1", "2.00%"]
+
+
 def test_answers_are_compared_with_decoding_without_drafts(tmp_path):
-    run = RunWriter(setting([A], ("autoregressive", "dspark"), repeats=2))
+    run = RunWriter(setting([A], ("autoregressive", "dspark"), (1, 12), repeats=2))
     for method, repeat, answers in (
         ("autoregressive", 0, "xy"), ("autoregressive", 1, "xy"),
         ("dspark", 0, "xy"), ("dspark", 1, "xz"),
     ):  # fmt: skip
         requests = [(0.0, 1.0, [(1, 0, 0, 0)], answer) for answer in answers]
         run.cell(("a", method, 1, repeat), 1.0, requests)
+    # A server does not tell its ids: its answers are left out.
+    run.cell(("a", "dspark", 12, 0), 1.0, [(0.0, 1.0, [], records.UNKNOWN)])
+    run.cell(("a", "autoregressive", 12, 0), 1.0, [(0.0, 1.0, [], "x")])
     table = answers_table(results_of(run.write(tmp_path)))
-    assert texts(table) == {"DSpark": ["3 of 4"]}
+    assert texts(table) == {"DSpark": ["3 of 4", "-"]}
 
 
 def test_reasons_and_width_are_counted_over_traced_rounds(tmp_path):

@@ -104,9 +104,7 @@ def run_load(options: LoadOptions, as_json: bool = False) -> dict[str, Any]:
     return result
 
 
-def measure_load(
-    options: LoadOptions, prompts: Sequence[list[int]]
-) -> tuple[list[Outcome], float]:
+def measure_load(options: LoadOptions, prompts: Sequence[list[int]]) -> tuple[list[Outcome], float]:
     """Send prompts as token ids; return their outcomes in order, and the seconds it took.
 
     Raises UsageError for a server that cannot be reached or does not serve the model.

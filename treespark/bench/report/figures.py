@@ -89,7 +89,7 @@ def _positions(results: Results) -> Drawing | None:
         f"Figure 2. Position-wise acceptance, C = {load}",
         "Rounds that accept at least so many draft tokens. A tree goes deep only where the drafter "
         "is sure, which flatters its deep positions on the left; the right compares trees and "
-        "chains. A chain proposes every depth, so its curves are alike.",
+        "chains. A full chain proposes every depth, so its two curves are nearly the same.",
         figure,
     )
 
@@ -118,17 +118,13 @@ def _by_concurrency(results: Results) -> Drawing | None:
     )
 
 
-def _trees_of(results: Results) -> list[MethodRow]:
-    return [method for method in results.study.methods if method.kind == "tree"]
-
-
 def _base(results: Results) -> MethodRow | None:
     return results.study.method(results.study.setting.baseline)
 
 
 def _gains(results: Results) -> Drawing | None:
     """Figure 4: gain over the baseline on every set, in acceptance and in throughput."""
-    base, trees, study = _base(results), _trees_of(results), results.study
+    base, trees, study = _base(results), results.study.trees, results.study
     if base is None or not trees:
         return None
     name, first = base.name, study.concurrencies[0]
@@ -158,7 +154,7 @@ def _gains(results: Results) -> Drawing | None:
 
 def _depths(results: Results) -> Drawing | None:
     """Figure 5: how much more often trees reach each depth, and how many tokens rounds commit."""
-    base, trees, load = _base(results), _trees_of(results), position_concurrency(results)
+    base, trees, load = _base(results), results.study.trees, position_concurrency(results)
     names = _general(results)
     chain = results.positions(names, base.name, load) if base else None
     if base is None or chain is None or not trees:
@@ -203,7 +199,7 @@ def _committed_shares(
 
 def _trees(results: Results) -> Drawing | None:
     """Figure 6: trees and ablations side by side, in acceptance and at each concurrency."""
-    base, trees, study = _base(results), _trees_of(results), results.study
+    base, trees, study = _base(results), results.study.trees, results.study
     if base is None or len(trees) < 2:
         return None
     name = base.name
@@ -239,7 +235,7 @@ def _trees(results: Results) -> Drawing | None:
 
 def _profile(results: Results) -> Drawing | None:
     """Where a round's time goes: one bar a method, stacked by phase."""
-    found = profiles(results)
+    found = [profile for profile in profiles(results) if profile.phase_s]
     if not found:
         return None
     loads = list(dict.fromkeys(profile.concurrency for profile in found))

@@ -11,12 +11,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from treespark.bench.report.study import FULL
-
 if TYPE_CHECKING:
     from treespark.bench.report.study import Study
 
-BASELINE, CONTROL = "baseline", "control"
+BASELINE, CONTROL, FULL = "baseline", "control", "full"
 _ABLATIONS = ("no-survival", "no-coverage", "head-dim-128")
 
 # (model, metric, group, concurrency, role) -> suite mean. Acceptance is given without concurrency.
@@ -93,7 +91,7 @@ def role(study: Study, method: str) -> str | None:
         return BASELINE
     if method == study.setting.control:
         return CONTROL
-    if method == FULL:
+    if study.treespark is not None and method == study.treespark.name:
         return FULL
     return next((name for name in _ABLATIONS if method.endswith(name)), None)
 
@@ -117,7 +115,7 @@ def mismatch(study: Study, *, timed: bool) -> str | None:
         return f"its general suite has {_NUM_GENERAL} sets, this one {len(study.group('general'))}"
     if len(study.group("writing")) not in (0, _NUM_WRITING):
         return f"its writing suite has {_NUM_WRITING} domains"
-    full = study.method(FULL)
+    full = study.treespark
     if full is not None and (full.depth, full.budget) != (_DEPTH, _BUDGET):
         return f"its trees have {_BUDGET} nodes in {_DEPTH} depths"
     if timed and not _same_device(setting.device):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from treespark.bench.report.table import MISSING, Row, Table, text_row
+from treespark.bench.suite_records import UNKNOWN
 
 if TYPE_CHECKING:
     from treespark.bench.report.results import CellSums, Results
@@ -19,13 +20,14 @@ PREFILL = "prefill"
 class Profile:
     """Time of one method at one concurrency, over all its cells.
 
-    phase_s: seconds by phase, prefill among them.  wall_s: what passed meanwhile.  num_rounds: of
-    the engine.
+    phase_s: seconds by phase, prefill among them; empty unless the run kept them.  step_s: seconds
+    inside the engine.  wall_s: what passed meanwhile.  num_rounds: of the engine.
     """
 
     method: str
     concurrency: int
     phase_s: dict[str, float]
+    step_s: float
     wall_s: float
     num_rounds: int
 
@@ -37,12 +39,12 @@ class Profile:
 
     @property
     def overhead_rate(self) -> float:
-        """Share of the time that is in no phase of the engine: the suite's own."""
-        return 1 - sum(self.phase_s.values()) / self.wall_s
+        """Share of the time that is outside the engine: the suite's own."""
+        return 1 - self.step_s / self.wall_s
 
 
 def profiles(results: Results) -> list[Profile]:
-    """Return one profile for each method and concurrency whose engine kept the time of phases."""
+    """Return one profile for each method and concurrency that was measured in this process."""
     study = results.study
     return [
         _profile(method.title, concurrency, cells)
@@ -56,7 +58,7 @@ def _timed_cells(results: Results, method: str, concurrency: int) -> list[CellSu
     return [
         cell
         for key, cell in results.cells.items()
-        if (key.method, key.concurrency) == (method, concurrency) and cell.row.phase_s
+        if (key.method, key.concurrency) == (method, concurrency) and cell.row.step_s is not None
     ]
 
 
@@ -69,33 +71,38 @@ def _profile(title: str, concurrency: int, cells: list[CellSums]) -> Profile:
         title,
         concurrency,
         phase_s,
+        sum(cell.row.step_s or 0.0 for cell in cells),
         sum(cell.row.wall_s for cell in cells),
         sum(cell.row.num_rounds for cell in cells),
     )
 
 
 def profile_table(results: Results) -> Table | None:
-    """Return milliseconds a round by phase, and what is not in a round; None without profiles."""
+    """Return milliseconds a round by phase, and what is not in a round; None if none is known."""
     found = profiles(results)
     if not found:
         return None
     phases = list(dict.fromkeys(phase for profile in found for phase in profile.round_ms))
     rows = []
     for profile in found:
-        whole = sum(profile.round_ms.values())
-        prefill = profile.phase_s.get(PREFILL, 0.0) / profile.wall_s
+        whole, prefill = sum(profile.round_ms.values()), profile.phase_s.get(PREFILL, 0.0)
         texts = [f"{profile.round_ms.get(phase, 0.0):.2f}" for phase in phases]
-        texts += [f"{whole:.2f}", f"{prefill:.1%}", f"{profile.overhead_rate:.2%}"]
+        if phases:
+            texts += [f"{whole:.2f}", f"{prefill / profile.wall_s:.1%}"]
+        texts.append(f"{profile.overhead_rate:.2%}")
         rows.append(text_row(profile.method, [str(profile.concurrency), *texts]))
     suite_s = sum(p.overhead_rate * p.wall_s for p in found) / sum(p.wall_s for p in found)
     return Table(
         key="profile",
         title="Where the time goes",
-        columns=["method", "C", *phases, "round", "prefill", "suite"],
+        columns=["method", "C", *phases, *(["round", "prefill"] if phases else []), "suite"],
         rows=rows,
-        caption="Milliseconds a round of the engine by phase; then the shares of the elapsed time "
-        "that prefill takes and that is in no phase of the engine, which is the suite's own: "
-        f"{suite_s:.2%} in all.",
+        caption=(
+            "Milliseconds a round of the engine by phase, then prefill's share of the time. "
+            if phases
+            else "Phases were not timed. "
+        )
+        + f"Suite: the share that passed outside the engine, {suite_s:.2%} in all.",
     )
 
 
@@ -136,7 +143,7 @@ def _equal(
             continue
         base = results.cells.get(key._replace(method=plain))
         for prompt, answer in cell.answers.items() if base else ():
-            if base and prompt in base.answers:
+            if base and UNKNOWN not in (answer, base.answers.get(prompt, UNKNOWN)):
                 compared += 1
                 equal += answer == base.answers[prompt]
     return (equal, compared) if compared else None

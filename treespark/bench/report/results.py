@@ -210,7 +210,7 @@ class Results:
 
         Between two trees, and in acceptance, the ratio of means; else the mean of gains.
         """
-        trees = {row.name for row in self.study.methods if row.kind == "tree"}
+        trees = {row.name for row in self.study.trees}
         rule = ratio_of_means if metric.is_pooled or {method, base} <= trees else mean_of_gains
         return self._over(rule, metric, datasets, (method, base), concurrency)
 

@@ -44,7 +44,7 @@ def verdict(low: float, high: float) -> str:
 
 
 def _full(results: Results) -> MethodRow | None:
-    return results.study.method(paper.FULL)
+    return results.study.treespark
 
 
 def _baseline(results: Results) -> MethodRow | None:
@@ -100,8 +100,8 @@ def _gain_row(
 def _orders(results: Results) -> list[Row]:
     """TreeSpark > DSpark+Tree > DSpark > DFlash, and the full method above its ablations."""
     full, control, baseline = _full(results), _control(results), _baseline(results)
-    flat = [m for m in results.study.methods if m.kind == "chain" and m.proposal == "marginal"]
-    pairs = [(full, control), (control, baseline), *((baseline, m) for m in flat)]
+    flat = next((m for m in results.study.methods if m.method == "dflash"), None)
+    pairs = [(full, control), (control, baseline), (baseline, flat)]
     pairs += [(full, ablation) for ablation in _ablations(results) if ablation.kind == "tree"]
     first = results.study.concurrencies[0]
     return [

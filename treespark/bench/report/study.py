@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from treespark.bench.suite_records import DatasetRow, MethodRow, SuiteSetting
 
-# The name of TreeSpark in recipes.
-FULL = "treespark"
+# The method whose gains the paper is about, by its name in treespark/bench/suite_methods.py.
+TREESPARK = "treespark"
 # What the runs of one study must have in common, for their numbers to stand in one table.
 _COMMON = ("max_tokens", "dtype", "device", "seed", "baseline", "control")
 
@@ -74,10 +74,20 @@ class Study:
         return next((method for method in self.methods if method.name == name), None)
 
     @property
-    def full(self) -> MethodRow | None:
-        """The method whose gains are the study's subject: TreeSpark, else the first tree."""
-        trees = [method for method in self.methods if method.kind == "tree"]
-        return self.method(FULL) or next(iter(trees), None)
+    def trees(self) -> list[MethodRow]:
+        """The methods that draft trees."""
+        return [method for method in self.methods if method.kind == "tree"]
+
+    @property
+    def treespark(self) -> MethodRow | None:
+        """The method TreeSpark; where there are several (ablations), the one of that name."""
+        own = [method for method in self.trees if method.method == TREESPARK]
+        return next((m for m in own if m.name == TREESPARK), next(iter(own), None))
+
+    @property
+    def subject(self) -> MethodRow | None:
+        """The method to tell of first: TreeSpark, else the first tree."""
+        return self.treespark or next(iter(self.trees), None)
 
     def group(self, name: str) -> list[DatasetRow]:
         """Return the datasets that are averaged together under that name."""

@@ -43,8 +43,8 @@ def result_tables(results: Results) -> list[Table]:
 def comparisons(results: Results) -> list[tuple[str, str]]:
     """Return what gains are shown of: trees over the baseline, the full method over the control."""
     study, setting = results.study, results.study.setting
-    trees = [method.name for method in study.methods if method.kind == "tree"]
-    full = [paper.FULL] if paper.FULL in trees else trees
+    trees = [method.name for method in study.trees]
+    full = [study.treespark.name] if study.treespark else trees
     pairs = [*((t, setting.baseline) for t in trees), *((t, setting.control) for t in full)]
     return [(name, base) for name, base in pairs if base and study.method(base) and name != base]
 
@@ -222,7 +222,7 @@ def _paper_row(label: str, values: Sequence[float | None], shown: str) -> list[R
 def _trees(results: Results) -> Table | None:
     """Trees and ablations side by side: what each gains over the baseline, in one row."""
     study, base = results.study, results.study.setting.baseline
-    trees = [method for method in study.methods if method.kind == "tree"]
+    trees = study.trees
     if base is None or study.method(base) is None or len(trees) < 2:
         return None
     first = study.concurrencies[0]

@@ -98,7 +98,7 @@ def explorer_data(studies: Sequence[Study], traces: Sequence[Traces]) -> dict[st
             if trace
         ],
         "texts": list(places),
-        "method": next((m.title for study in studies if (m := study.full)), None),
+        "method": next((m.title for study in studies if (m := study.subject)), None),
         "reasons": EXPLANATIONS,
     }
 

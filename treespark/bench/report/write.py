@@ -152,7 +152,7 @@ def tiles(results: Results) -> list[tuple[str, str]]:
     """Return the few numbers that sum up a study, with what they are."""
     study = results.study
     base = study.method(study.setting.baseline)
-    full = study.full
+    full = study.subject
     if base is None or full is None:
         return []
     made, first = [], study.concurrencies[0]
