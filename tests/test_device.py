@@ -211,6 +211,17 @@ def test_unknown_dtype_is_refused_with_the_allowed_ones(name):
         devices.resolve_dtype(name, "cpu")
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_bfloat16_without_instructions_for_it_is_said_once(native, monkeypatch, caplog):
+    monkeypatch.setattr(devices, "has_bfloat16_products", lambda: native)
+    devices._warn_of_emulation.cache_clear()
+    for name in ("bf16", "float32", "bfloat16"):
+        devices.resolve_dtype(name, "cpu")
+    devices.resolve_dtype("bfloat16", "cuda")
+    assert [record.levelname for record in caplog.records] == ([] if native else ["WARNING"])
+    assert native or "target.dtype" in caplog.text
+
+
 def test_default_dtype_of_an_accelerator_is_bfloat16():
     assert devices.resolve_dtype("auto", "cuda") is torch.bfloat16
 

@@ -210,7 +210,24 @@ def resolve_dtype(name: str | torch.dtype | None, device: torch.device | str) ->
         raise UsageError(
             f"--dtype {name}: {kind} has no double precision, allowed: bfloat16, float16, float32"
         )
+    if kind == "cpu" and dtype is torch.bfloat16 and not has_bfloat16_products():
+        _warn_of_emulation()
     return dtype
+
+
+@functools.cache
+def has_bfloat16_products() -> bool:
+    """Whether this processor multiplies bfloat16 matrices by instructions that oneDNN uses."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+@functools.cache
+def _warn_of_emulation() -> None:
+    """Say once that the chosen dtype is the slow one here."""
+    logger.warning(
+        "bfloat16 is emulated on this processor and many times slower than float32; choose float32 "
+        "(--dtype, or target.dtype and train.dtype of a recipe)"
+    )
 
 
 def autocast(

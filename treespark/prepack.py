@@ -17,6 +17,8 @@ import logging
 import torch
 from torch import Tensor, nn
 
+from treespark.device import has_bfloat16_products
+
 logger = logging.getLogger(__name__)
 
 # The order that is best for about this many rows is also good for 1 and for 512.
@@ -60,7 +62,7 @@ def can_prepack(weight: Tensor) -> str | None:
         return "this torch has no oneDNN, or it is switched off"
     if weight.dtype not in (torch.float32, torch.bfloat16):
         return f"dtype {weight.dtype}"
-    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if weight.dtype == torch.bfloat16 and not has_bfloat16_products():
         return "this processor has no bfloat16 instructions oneDNN could use"
     return None
 

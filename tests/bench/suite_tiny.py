@@ -33,8 +33,8 @@ ALL_METHODS: list[dict[str, Any]] = [
 ]
 
 
-def write_suite(folder: Path, drafters: tuple[str, ...] = ("block",), **changes: Any) -> Path:
-    """Write target, drafters, prompts and the recipe `suite.yaml`; return the recipe's path."""
+def write_suite(folder: Path, made: tuple[str, ...] = ("block",), **changes: Any) -> Path:
+    """Write drafters, prompts and the recipe `suite.yaml`; return the recipe's path."""
     target = text_target()
     make = {
         "block": lambda: drafter(target, tree=TREE),
@@ -48,19 +48,19 @@ def write_suite(folder: Path, drafters: tuple[str, ...] = ("block",), **changes:
         ),
         "eagle3": lambda: eagle3_drafter(target),
     }
-    for name in drafters:
+    for name in made:
         if not (folder / name).exists():
             make[name]().save_pretrained(folder / name)
     for name in ("gsm8k", "mt-bench"):
         write_prompts(folder / "data" / f"{name}.jsonl", "turns")
     recipe = {
         "target": {"model": str(target.path), "dtype": "float32"},
-        "drafters": {name: name for name in drafters},
+        "drafters": {name: name for name in made},
         "data": "data",
-        "datasets": [{"name": "gsm8k", "count": 2}, {"name": "mt-bench", "count": 2}],
+        "datasets": [{"name": "gsm8k", "count": 2}, {"name": "mt-bench", "count": 1}],
         "methods": METHODS,
         "repeats": 1,
-        "max_tokens": 8,
+        "max_tokens": 6,
         "out": "run",
     } | changes
     path = folder / "suite.yaml"

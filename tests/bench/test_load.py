@@ -169,8 +169,8 @@ def test_a_server_adds_cells_to_an_evaluation(server, tmp_path):
     assert run_server_suite(recipe, "http://127.0.0.1:9", "treespark", 2).cells == run.cells
     # The answers' hashes are not known, so there is nothing to compare.
     assert len(run_suite(recipe).cells) == 2
-    with pytest.raises(UsageError, match="--method dspark: .*run has treespark"):
+    with pytest.raises(UsageError, match=r"--method dspark: .*run has treespark"):
         run_server_suite(recipe, server.url, "dspark", 2)
     write_suite(tmp_path, methods=methods, datasets=[{"name": "gsm8k", "count": 2}])
-    with pytest.raises(UsageError, match="dataset gsm8k: .*run was measured on other prompts"):
+    with pytest.raises(UsageError, match=r"dataset gsm8k: .*run was measured on other prompts"):
         run_server_suite(recipe, server.url, "treespark", 3)

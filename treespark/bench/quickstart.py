@@ -20,6 +20,7 @@ from rich.text import Text
 from treespark.bench.compare import run_compare
 from treespark.bench.show import show_rounds
 from treespark.bench.workload import load_prompts, needed_length
+from treespark.device import resolve_device, resolve_dtype
 from treespark.errors import UsageError
 from treespark.recipe import Recipe, load_recipe
 from treespark.serving.llm import LLM, load_pair
@@ -118,8 +119,12 @@ def _train(
 
 def _recipe(path: Path, target: Path, data: Path, out: Path, steps: int) -> Recipe:
     """Return the recipe with every loss on from the first step, and nothing kept but the result."""
+    # The recipe's bfloat16 would take half a minute a step where a processor only emulates it.
+    dtype = str(resolve_dtype("auto", resolve_device())).removeprefix("torch.")
     overrides = {
         "target.model": target.resolve(),
+        "target.dtype": dtype,
+        "train.dtype": dtype,
         "data.continuations": f"[{data.resolve()}]",
         "data.features": "online",
         "data.holdout_rows": 0,

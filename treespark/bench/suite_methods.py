@@ -46,12 +46,14 @@ class Preset:
 
 # Zhou et al. (algorithms 4.1): 8 children per node, at most 64 nodes.
 _BRANCH_CAP, _NODE_CAP = 8, 64
+# Ours: DeepSpec's evaluator, which has the option, cuts nothing unless it is told to.
+_MIN_CONFIDENCE = 0.5
 PRESETS = {
     AUTOREGRESSIVE: Preset("Autoregressive", AUTOREGRESSIVE),
     "eagle3": Preset("EAGLE-3", CHAIN),
     "dflash": Preset("DFlash", CHAIN, {"proposal": MARGINAL}),
     "dspark": Preset("DSpark", CHAIN),
-    "dspark-threshold": Preset("DSpark (threshold)", CHAIN, min_confidence=0.5),
+    "dspark-threshold": Preset("DSpark (threshold)", CHAIN, min_confidence=_MIN_CONFIDENCE),
     "dspark-tree": Preset("DSpark+Tree", TREE),
     "treespark": Preset("TreeSpark", TREE),
     # As many children as nodes: with fewer it would not be the best of all prefixes.
