@@ -114,7 +114,7 @@ def test_json_has_unrounded_numbers_and_what_stands_behind_the_figures(report):
     cell = study["tables"][1]["rows"][0]["cells"][0]
     assert cell["text"] == f"{cell['value']['value']:.1f}" != str(cell["value"]["value"])
     assert cell["value"]["low"] < cell["value"]["value"] < cell["value"]["high"]
-    rates = study["positions"]["methods"]["treespark"]
+    rates = study["positions"]["general"]["treespark"]
     assert rates["over_rounds"] == [n / rates["num_rounds"] for n in rates["num_accepting"]]
     assert len(rates["over_proposing"]) == 7
     assert study["num_missing_cells"] == 0

@@ -143,6 +143,18 @@ def test_the_papers_numbers_agree_with_each_other():
 # ---------------------------------------------------------------------- findings
 
 
+def test_ablations_are_findings_with_the_papers_numbers_of_both(tmp_path):
+    ablation = dataclasses.replace(METHODS["treespark"], name="no-survival", title="No survival")
+    own = setting([A], ("dspark", "treespark"), concurrencies=(12,))
+    run = RunWriter(dataclasses.replace(own, methods=[*own.methods, ablation]))
+    for method, speed in (("dspark", 10), ("treespark", 12), ("no-survival", 13)):
+        timed_cell(run, ("a", method, 12, 0), speed)
+    rows = texts(signs_table(results_of(run.write(tmp_path))))
+    # Half of the time is before the first token.
+    assert rows["Throughput, general sets, C = 12: TreeSpark > No survival"] == [
+        "+17.2% and +11.9% over DSpark", "6.0 and 6.5: -7.7%", FAILS]  # fmt: skip
+
+
 def test_a_sign_needs_all_repeats():
     assert verdict(0.1, 0.2) == HOLDS
     assert verdict(-0.1, 0.2) == UNCLEAR

@@ -69,7 +69,8 @@ def _positions(results: Results) -> Drawing | None:
             (left, rate and rate.over_proposing),
             (right, rate and rate.over_rounds),
         ):
-            points = [(d, v) for d, v in enumerate(values or [], 1) if v is not None]
+            own = (values or [])[: method.depth]
+            points = [(depth, share) for depth, share in enumerate(own, 1) if share is not None]
             axes.plot(
                 *zip(*points, strict=True) if points else ([], []),
                 color=colour(results, method.name),

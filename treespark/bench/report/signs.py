@@ -84,25 +84,33 @@ def _gain_row(
     spread = f" ({gain.low:+.1%}..{gain.high:+.1%})" if gain.low != gain.high else ""
     load = None if metric is ACCEPTANCE else concurrency
     roles = [str(paper.role(results.study, m.name)) for m in pair if m]
-    theirs = paper.GAINS.get(("4B", metric.name, group, load, *roles))
+    theirs = _paper_text(("4B", metric.name, group, load), roles)
+    here = f"{shown}: {gain.value:+.1%}{spread}"
     return [
         text_row(
             claim.format(ours=ours.title, base=base.title),
-            [
-                MISSING if theirs is None else f"{theirs:+.1f}%",
-                f"{shown}: {gain.value:+.1%}{spread}",
-                verdict(gain.low, gain.high),
-            ],
+            [theirs, here, verdict(gain.low, gain.high)],
         )
     ]
 
 
+def _paper_text(place: tuple[str, str, str, int | None], roles: list[str]) -> str:
+    """What the paper says of one role over another: the gain, or both gains over the baseline."""
+    gain = paper.GAINS.get((*place, roles[0], roles[1]))
+    if gain is not None:
+        return f"{gain:+.1f}%"
+    both = [paper.GAINS.get((*place, role, paper.BASELINE)) for role in roles]
+    if None in both:
+        return MISSING
+    return "{:+.1f}% and {:+.1f}% over DSpark".format(*both)
+
+
 def _orders(results: Results) -> list[Row]:
-    """TreeSpark > DSpark+Tree > DSpark > DFlash, and the full method above its ablations."""
+    """In acceptance: TreeSpark > DSpark+Tree > DSpark > DFlash, TreeSpark > its ablations."""
     full, control, baseline = _full(results), _control(results), _baseline(results)
     flat = next((m for m in results.study.methods if m.method == "dflash"), None)
     pairs = [(full, control), (control, baseline), (baseline, flat)]
-    pairs += [(full, ablation) for ablation in _ablations(results) if ablation.kind == "tree"]
+    pairs += [(full, ablation) for ablation in _ablations(results)]
     first = results.study.concurrencies[0]
     return [
         row
@@ -170,13 +178,12 @@ def _depths(results: Results) -> list[Row]:
     pairs = list(zip(tree, chain, strict=True))[: min(full.depth, base.depth)]
     not_more = [d for d, (ours, theirs) in enumerate(pairs, 1) if (ours or 0) <= (theirs or 0)]
     shown = ", ".join(f"{ours:.1%} / {theirs:.1%}" for ours, theirs in pairs)
-    stated = (paper.POSITIONS[paper.FULL, 7], paper.POSITIONS[paper.BASELINE, 7])
-    first = (paper.POSITIONS[paper.FULL, 1], paper.POSITIONS[paper.BASELINE, 1])
+    stated = [paper.POSITIONS[role, d] for d in (1, 7) for role in (paper.FULL, paper.BASELINE)]
     return [
         text_row(
             f"{full.title} accepts more than {base.title} at every depth, C = {load}",
             [
-                "first {}% / {}%, seventh {}% / {}%".format(*first, *stated),
+                "first {}% / {}%, seventh {}% / {}%".format(*stated),
                 shown,
                 f"{FAILS} at depth {', '.join(map(str, not_more))}" if not_more else HOLDS,
             ],
@@ -185,10 +192,10 @@ def _depths(results: Results) -> list[Row]:
 
 
 def _speeds(results: Results) -> list[Row]:
-    """Over the baseline, and by the tree losses, also in throughput."""
+    """In throughput: TreeSpark over the chain, over trees without tree losses, over ablations."""
     full = _full(results)
     rows = []
-    for base in (_baseline(results), _control(results)):
+    for base in (_baseline(results), _control(results), *_ablations(results)):
         for concurrency in results.study.concurrencies:
             metric = SINGLE if concurrency == 1 else SYSTEM
             for group in GROUPS if concurrency == 1 else ["general"]:

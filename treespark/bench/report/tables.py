@@ -66,9 +66,12 @@ def _by_dataset(
     if not methods:
         return None
     rows = [_method_row(results, metric, names, method, concurrency) for method in methods]
-    rows = marked(rows) + _paper_means(results, metric, group, methods, concurrency, len(names))
-    for method, base in comparisons(results):
-        rows += _gain_rows(results, metric, group, names, method, base, concurrency)
+    rows = marked(rows)
+    for method in methods:
+        theirs = _paper_mean(results, metric, group, method.name, concurrency)
+        rows += _paper_row(f"paper: {method.title}", [*[None] * len(names), theirs], "{:.2f}")
+    for name, base in comparisons(results):
+        rows += _gain_rows(results, metric, group, names, name, base, concurrency)
     return Table(
         key=f"table-{number}",
         title=f"Table {number}. {metric.title.capitalize()}, {GROUPS[group]}, {_load(concurrency)}",
@@ -107,10 +110,7 @@ def _gain_rows(
     label = f"{_title(results, method)} over {_title(results, base)}"
     rows = [Row(label, [gain_cell(gain) for gain in gains], kind="gain")]
     theirs = _paper_gain(results, metric, group, method, base, concurrency)
-    if theirs is not None:
-        cells = [Cell()] * len(names) + [Cell(f"{theirs:+.1f}%")]
-        rows.append(Row(f"paper: {label}", cells, kind="paper"))
-    return rows
+    return rows + _paper_row(f"paper: {label}", [*[None] * len(names), theirs], "{:+.1f}%")
 
 
 def _title(results: Results, name: str) -> str:
@@ -133,24 +133,15 @@ def _caption(results: Results, metric: Metric, datasets: Sequence[DatasetRow]) -
 # ---------------------------------------------------------------------- the paper's numbers
 
 
-def _paper_means(
-    results: Results,
-    metric: Metric,
-    group: str,
-    methods: Sequence[MethodRow],
-    concurrency: int,
-    num_datasets: int,
-) -> list[Row]:
-    rows = []
-    for method in methods:
-        value = paper_mean(results, metric, group, method.name, concurrency)
-        if value is not None:
-            cells = [Cell()] * num_datasets + [Cell(f"{value:.2f}")]
-            rows.append(Row(f"paper: {method.title}", cells, kind="paper"))
-    return rows
+def _paper_row(label: str, values: Sequence[float | None], shown: str) -> list[Row]:
+    """A row of the paper's numbers; none if it states none of them."""
+    if not any(values):
+        return []
+    cells = [Cell() if value is None else Cell(shown.format(value)) for value in values]
+    return [Row(label, cells, kind="paper")]
 
 
-def paper_mean(
+def _paper_mean(
     results: Results, metric: Metric, group: str, method: str, concurrency: int
 ) -> float | None:
     """Return the suite mean that the paper states for a setting that is ours; None without one."""
@@ -188,7 +179,7 @@ def _by_concurrency(results: Results) -> Table | None:
         return None
     rows = marked(rows)
     for method in study.methods:
-        theirs = [paper_mean(results, k, "general", method.name, c) for k, c in columns]
+        theirs = [_paper_mean(results, k, "general", method.name, c) for k, c in columns]
         rows += _paper_row(f"paper: {method.title}", theirs, "{:.2f}")
     for name, base in comparisons(results):
         gains = [results.gain(metric, names, name, base, c) for metric, c in columns]
@@ -210,13 +201,6 @@ def _by_concurrency(results: Results) -> Table | None:
 
 def _short(metric: Metric) -> str:
     return "system" if metric is SYSTEM else "per request"
-
-
-def _paper_row(label: str, values: Sequence[float | None], shown: str) -> list[Row]:
-    if not any(values):
-        return []
-    cells = [Cell() if value is None else Cell(shown.format(value)) for value in values]
-    return [Row(label, cells, kind="paper")]
 
 
 def _trees(results: Results) -> Table | None:

@@ -266,12 +266,16 @@ def _as_json(chapter: Chapter) -> dict[str, Any]:
     """What the tables say, unrounded, and what stands behind the figures."""
     study, results = chapter.study, chapter.results
     load = position_concurrency(results)
-    positions = {}
-    for method in study.methods:
-        rates = results.positions([d.name for d in study.datasets], method.name, load)
-        if rates is not None:
-            shares = {"over_proposing": rates.over_proposing, "over_rounds": rates.over_rounds}
-            positions[method.name] = dataclasses.asdict(rates) | shares
+    positions = {
+        group: {
+            method.name: dataclasses.asdict(rates)
+            | {"over_proposing": rates.over_proposing, "over_rounds": rates.over_rounds}
+            for method in study.methods
+            if (rates := results.positions([d.name for d in datasets], method.name, load))
+        }
+        for group in GROUPS
+        if (datasets := study.group(group))
+    }
     return {
         "name": study.name,
         "runs": [str(run.folder) for run in study.runs],
@@ -279,7 +283,7 @@ def _as_json(chapter: Chapter) -> dict[str, Any]:
         "num_missing_cells": study.num_missing,
         "notes": notes(study),
         "tables": [json_table(table) for table in chapter.tables],
-        "positions": {"concurrency": load, "methods": positions},
+        "positions": {"concurrency": load} | positions,
         "profiles": [
             dataclasses.asdict(p) | {"round_ms": p.round_ms, "overhead_rate": p.overhead_rate}
             for p in profiles(results)
