@@ -20,6 +20,7 @@ DOCUMENTS = [
     ROOT / "recipes" / "README.md",
     ROOT / "docs" / "serving.md",
     ROOT / "docs" / "drafters.md",
+    ROOT / "docs" / "benchmarks.md",
 ]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Options of pytest that the documents pass through tools/test.sh.

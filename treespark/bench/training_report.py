@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`treespark report`: one HTML page of a training run, from its metrics and newest checkpoint."""
+"""`treespark report train`: one HTML page of a training run, from its metrics and checkpoint."""
 
 from __future__ import annotations
 

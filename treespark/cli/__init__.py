@@ -11,6 +11,7 @@ from treespark.cli import prompts  # isort: skip
 from treespark.cli import features  # isort: skip
 from treespark.cli import decoding  # isort: skip
 from treespark.cli import drafters  # isort: skip
+from treespark.cli import report  # isort: skip
 from treespark.cli import serving  # isort: skip
 from treespark.cli import load  # isort: skip
 from treespark.cli import suite  # isort: skip
@@ -25,6 +26,7 @@ __all__ = [
     "load",
     "main",
     "prompts",
+    "report",
     "serving",
     "suite",
     "training",
