@@ -79,23 +79,12 @@ class LoadOptions:
 
 
 def run_load(options: LoadOptions, as_json: bool = False) -> dict[str, Any]:
-    """Send the prompts, print what was measured and return it.
-
-    Raises UsageError, before any load, for a wrong option or file and for a server that cannot be
-    reached or does not serve the model.
-    """
+    """Send the prompts, print or save what was measured and return it. Raises as `measure_load`."""
     metrics, percentiles = _check(options)
-    check_httpx("--base-url", "bench")
-    root = server_address(options.base_url, "--base-url", "http://host:8000")
-    server = Server(f"{root}/v1", key_header(options.api_key_env), 0, "--base-url")
-    model = model_name(server, options.model)
     out = _result_path(options)
     if options.save_result:
         check_file(out, "--result-filename ")
-    load = _Load(options, server, root, model, _prompts(options, server, root))
-    outcomes, seconds, counters = asyncio.run(load.run())
-    result = summarize_load(outcomes, seconds, counters, percentiles)
-    result = _head(options, model) | result
+    result = measure_load(options)
     if options.save_result:
         write_json_atomic(out, result)
     if as_json:
@@ -105,6 +94,23 @@ def run_load(options: LoadOptions, as_json: bool = False) -> dict[str, Any]:
         if options.save_result:
             Console().print(f"written: {out}", markup=False)
     return result
+
+
+def measure_load(options: LoadOptions) -> dict[str, Any]:
+    """Send the prompts and return what was measured.
+
+    Raises UsageError, before any load, for a wrong option or file and for a server that cannot be
+    reached or does not serve the model.
+    """
+    _, percentiles = _check(options)
+    check_httpx("--base-url", "bench")
+    root = server_address(options.base_url, "--base-url", "http://host:8000")
+    server = Server(f"{root}/v1", key_header(options.api_key_env), 0, "--base-url")
+    model = model_name(server, options.model)
+    load = _Load(options, server, root, model, _prompts(options, server, root))
+    outcomes, seconds, counters = asyncio.run(load.run())
+    result = summarize_load(outcomes, seconds, counters, percentiles)
+    return _head(options, model) | result
 
 
 # ------------------------------------------------------------------ options
