@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are the answers of a loaded server those of one prompt alone? Token by token, in float32, by HTTP.
+"""Are the answers of a loaded server those of one prompt alone? By token, in float32, by HTTP.
 
     python tools/lossless_http.py TARGET --drafter DIR [--out runs/lossless-http]
 

@@ -163,9 +163,9 @@ def problems(
     ):
         if state[name] != expected:
             found.append(f"{name} is {state[name]:.0f} in the end, expected {expected}")
-    ended = state["ended"]
-    if ended != sum(counts.values()):
-        found.append(f"the server counts {ended:.0f} ended requests of {sum(counts.values())}")
+    # A request that was left at once may not have reached the engine.
+    if not counts["finished"] <= state["ended"] <= sum(counts.values()):
+        found.append(f"the server counts {state['ended']:.0f} ended requests, the client {counts}")
     return found
 
 
@@ -287,9 +287,8 @@ def main() -> int:
     write_json_atomic(args.out / "soak.json", result)
     for suffix in ("svg", "png"):
         plot(soak.samples, 60 * args.warmup_minutes, args.out / f"soak.{suffix}")
-    print(
-        f"{soak.counts}, resident memory {rise:+.2%}, {state['generation_tokens_total']:.0f} tokens"
-    )
+    num_tokens = state["generation_tokens_total"]
+    print(f"{soak.counts}, {num_tokens:.0f} tokens, resident memory {rise:+.2%}")
     for problem in wrong:
         print(f"problem: {problem}")
     return int(bool(wrong))
