@@ -3,10 +3,13 @@
 
     python tools/soak_serving.py TARGET --drafter DIR [--minutes 30] [--out runs/soak]
 
-It starts the server, keeps `--concurrency` requests in flight with beginnings of the prompts of
-random length, limits in 1..--max-tokens, half of them streamed and every tenth sampled, and leaves
-`--abort-rate` of them after a random time. Memory is the server's resident set, read from /proc
-(Linux). Exit code 1, with the reasons, unless
+It starts the server, sends prompts of many lengths once, keeps `--concurrency` requests in flight
+with beginnings of the prompts of random length, limits in 1..--max-tokens, half of them streamed
+and every tenth sampled, and leaves `--abort-rate` of them after a random time. Memory is the
+server's resident set, read from /proc (Linux). On a CPU it first grows with every new number of
+rows in a forward, as oneDNN keeps the compiled products of the last 1024 shapes: that is what the
+prompts of many lengths are for, and growth is judged behind --warmup-minutes. Exit code 1, with the
+reasons, unless
 
 - it grows by less than 2 % behind the warm-up, from the first to the last tenth (medians),
 - every request that was not left got its whole answer, and the server counts as many,
@@ -51,6 +54,8 @@ PROMPTS = [ROOT / "recipes" / "prompts" / f"{name}.jsonl" for name in ("gsm8k", 
 MAX_GROWTH = 0.02
 # Characters; the shortest and the longest beginning of a prompt.
 _SHORTEST, _LONGEST = 4, 800
+# Rows of the largest forward of prompts: the engine's default for a chunk.
+_LONGEST_PREFILL = 512
 # Seconds: between two samples, that an aborted request lives at most, and to wait for the end.
 _SAMPLE_S, _LONGEST_LIFE_S, _SETTLE_S = 2.0, 5.0, 60.0
 
@@ -72,10 +77,11 @@ class Soak:
         """Keep the server busy for the time that was asked for."""
         import httpx
 
-        start_s = time.monotonic()
-        self._end_s = start_s + 60 * self.args.minutes
         limits = httpx.Limits(max_connections=2 * self.args.concurrency)
         async with httpx.AsyncClient(timeout=600, limits=limits) as client:
+            await self._fill_caches(client)
+            start_s = time.monotonic()
+            self._end_s = start_s + 60 * self.args.minutes
             clients = [
                 asyncio.create_task(self._client(client, random.Random(f"{self.args.seed}-{i}")))
                 for i in range(self.args.concurrency)
@@ -88,6 +94,15 @@ class Soak:
                     bar.set_postfix(self.counts, refresh=False)
                     bar.update(round(passed_s) - bar.n)
             await asyncio.gather(*clients)
+
+    async def _fill_caches(self, client: httpx.AsyncClient) -> None:
+        """Let the server read prompts of many lengths, one at a time."""
+        longest = min(_LONGEST_PREFILL, self.args.max_model_len - 1)
+        for length in tqdm(range(1, longest, 2), unit="prompt", desc="lengths"):
+            body = {"prompt": [5] * length, "max_tokens": 1}
+            answer = await client.post(f"{self.server.url}/v1/completions", json=body)
+            answer.raise_for_status()
+            self.counts["finished"] += 1
 
     async def _client(self, client: httpx.AsyncClient, draw: random.Random) -> None:
         """Send one request after the other."""
