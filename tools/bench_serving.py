@@ -22,6 +22,7 @@ import argparse
 import datetime
 import json
 import os
+import subprocess
 import sys
 import time
 from contextlib import ExitStack
@@ -260,12 +261,22 @@ def setting_of(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def commit() -> str:
+    """Return the commit of this checkout, or why it has none."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "none"
+    except FileNotFoundError:
+        return "unknown: no git here"
+
+
 def write_result(out: Path, setting: dict[str, Any], cells: list[dict[str, Any]]) -> None:
     """Write bench.json, bench.md and the plots."""
     summary = summarize_cells(cells)
     loads = [load for cell in cells for load in cell["load_average"]]
     shown = setting | {
         "command": " ".join(sys.argv),
+        "commit": commit(),
         "load_average": f"{min(loads):.1f}..{max(loads):.1f}",
         "written": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
