@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -48,6 +49,7 @@ int64_t VectorCores(const at::Device& device) {
 }
 
 uint8_t* AddressOf(const Tensor& tensor) {
+  if (!tensor.defined()) return nullptr;
   return static_cast<uint8_t*>(const_cast<void*>(tensor.const_data_ptr()));
 }
 
@@ -115,6 +117,164 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> PackTree(
   return {index, parent, depth, position, mask, count};
 }
 
+MarkovDtype MarkovDtypeOf(const Tensor& tensor) {
+  const at::ScalarType type = tensor.scalar_type();
+  return type == at::kFloat ? kMarkovFloat : type == at::kHalf ? kMarkovHalf : kMarkovBfloat16;
+}
+
+std::tuple<Tensor, Tensor, Tensor> MarkovTopk(const Tensor& baseLogits, const Tensor& baseRow,
+                                              const Tensor& latent, const Tensor& w2, int64_t k,
+                                              double invTemperature, int64_t vocabSize) {
+  constexpr const char* kOp = "markov_topk";
+  CheckShape(kOp, "base_logits", baseLogits, {{"R0"}, {"V"}});
+  CheckShape(kOp, "base_row", baseRow, {{"R"}});
+  const int64_t rows = baseRow.size(0), vocab = baseLogits.size(1);
+  CheckShape(kOp, "latent", latent, {{"R", rows}, {"r"}});
+  const int64_t rank = latent.size(1);
+  CheckShape(kOp, "w2", w2, {{"V", vocab}, {"r", rank}});
+  CheckDtype(kOp, "base_logits", baseLogits, {at::kBFloat16, at::kHalf, at::kFloat});
+  CheckDtype(kOp, "base_row", baseRow, {at::kInt});
+  CheckDtype(kOp, "latent", latent, {at::kBFloat16, at::kHalf});
+  CheckDtype(kOp, "w2", w2, {latent.scalar_type()});
+  const at::Device device = baseLogits.device();
+  CheckDevice(kOp, "base_logits", device,
+              {{"base_row", baseRow}, {"latent", latent}, {"w2", w2}});
+  CheckContiguous(kOp, "w2", w2);
+  const int64_t numTokens = vocabSize == -1 ? vocab : vocabSize;
+  CheckRange(kOp, "R", rows, 0, kMarkovMaxRows);
+  CheckRange(kOp, "R0", baseLogits.size(0), 1, kMarkovMaxRows);
+  CheckRange(kOp, "vocab_size", numTokens, 1, vocab);
+  CheckRange(kOp, "r", rank, kMarkovRankStep, kMarkovMaxRank);
+  CheckRange(kOp, "k", k, 1, std::min<int64_t>(kMarkovMaxK, numTokens));
+  if (rank % kMarkovRankStep) {
+    Refuse(kOp, c10::str("r must be a multiple of ", kMarkovRankStep), rank);
+  }
+  if (!(invTemperature > 0)) Refuse(kOp, "inv_temperature must be positive", invTemperature);
+
+  const c10::OptionalDeviceGuard guard(device);
+  const auto floats = latent.options().dtype(at::kFloat);
+  const Tensor values = at::empty({rows, k}, floats);
+  const Tensor indices = at::empty({rows, k}, floats.dtype(at::kInt));
+  const Tensor lse = at::empty({rows}, floats);
+  if (rows == 0) return {values, indices, lse};
+
+  const int64_t blocks = CubeCores(device);
+  MarkovTopkTiling tiling;
+  char error[kErrorSize];
+  const int32_t refused = markov_topk_tiling(
+      rows, baseLogits.size(0), vocab, numTokens, rank, k, MarkovDtypeOf(baseLogits),
+      MarkovDtypeOf(latent), static_cast<float>(invTemperature), blocks, &tiling, error,
+      kErrorSize);
+  TORCH_CHECK(!refused, error);
+  const int64_t used = tiling.usedBlocks;
+  const Tensor ring =
+      at::empty({blocks, kMarkovSlots, tiling.rowTile, tiling.tileColumns}, floats);
+  const Tensor lists = at::empty({used, rows, kMarkovList, 2}, floats);
+  const Tensor maxima = at::empty({rows, used}, floats);
+  const Tensor sums = at::empty({rows, used}, floats);
+  Enqueue(kOp, LaunchMarkovTopk, blocks,
+          AddressesOf(baseLogits.contiguous(), baseRow.contiguous(), latent.contiguous(), w2, ring,
+                      lists, maxima, sums),
+          tiling);
+  Enqueue("markov_topk_merge", LaunchMarkovTopkMerge, VectorCores(device),
+          AddressesOf(lists, maxima, sums, values, indices, lse), tiling);
+  return {values, indices, lse};
+}
+
+void CheckTreeAttention(const Tensor& query, const Tensor& key, const Tensor& value,
+                        const Tensor& seqLens, const Tensor& treeMask, const Tensor& blockTable,
+                        double scale, int64_t blockSize) {
+  constexpr const char* kOp = "tree_attention";
+  CheckShape(kOp, "query", query, {{"B"}, {"Q"}, {"Hq"}, {"D"}});
+  const int64_t requests = query.size(0), rows = query.size(1), dim = query.size(3);
+  if (blockSize) {
+    CheckShape(kOp, "key", key, {{"P"}, {"block_size", blockSize}, {"Hkv"}, {"D", dim}});
+  } else {
+    CheckShape(kOp, "key", key, {{"B", requests}, {"S"}, {"Hkv"}, {"D", dim}});
+  }
+  if (value.sizes() != key.sizes()) {
+    Refuse(kOp, c10::str("value must have the shape of key, ", key.sizes()), value.sizes());
+  }
+  CheckShape(kOp, "seq_lens", seqLens, {{"B", requests}});
+  CheckShape(kOp, "tree_mask", treeMask,
+             {{"B", requests}, {"Q", rows}, {"W", 2 * ((rows + 63) / 64)}});
+  if (blockTable.defined() != (blockSize != 0)) {
+    Refuse(kOp, c10::str("block_table must be given if and only if block_size ", blockSize, " > 0"),
+           blockTable.defined() ? "one" : "none");
+  }
+  if (blockTable.defined()) {
+    CheckShape(kOp, "block_table", blockTable, {{"B", requests}, {"M"}});
+    if (blockSize % kTreeBlockStep || blockSize <= 0 || blockSize > kTreeMaxBlockSize) {
+      const std::string limits = c10::str(kTreeBlockStep, "..", kTreeMaxBlockSize);
+      Refuse(kOp, c10::str("block_size must be a multiple of ", kTreeBlockStep, " in ", limits),
+             blockSize);
+    }
+  }
+  CheckDtype(kOp, "query", query, {at::kBFloat16, at::kHalf});
+  CheckDtype(kOp, "key", key, {query.scalar_type()});
+  CheckDtype(kOp, "value", value, {query.scalar_type()});
+  CheckDtype(kOp, "seq_lens", seqLens, {at::kInt});
+  CheckDtype(kOp, "tree_mask", treeMask, {at::kInt});
+  if (blockTable.defined()) CheckDtype(kOp, "block_table", blockTable, {at::kInt});
+  CheckDevice(kOp, "query", query.device(),
+              {{"key", key},
+               {"value", value},
+               {"seq_lens", seqLens},
+               {"tree_mask", treeMask},
+               {"block_table", blockTable}});
+  if (dim != 64 && dim != 128) Refuse(kOp, "D must be 64 or 128", dim);
+  const int64_t heads = query.size(2), kvHeads = key.size(2);
+  if (kvHeads == 0 || heads % kvHeads) {
+    Refuse(kOp, c10::str("Hq must be a multiple of Hkv=", kvHeads), heads);
+  }
+  CheckRange(kOp, "Q", rows, 1, kTreeMaxRows);
+  if (!(scale >= 0)) Refuse(kOp, "scale must not be negative", scale);
+}
+
+std::tuple<Tensor, Tensor> TreeAttention(const Tensor& query, const Tensor& key,
+                                         const Tensor& value, const Tensor& seqLens,
+                                         const Tensor& treeMask,
+                                         const std::optional<Tensor>& blockTable, double scale,
+                                         int64_t blockSize) {
+  const Tensor table = blockTable.value_or(Tensor());
+  CheckTreeAttention(query, key, value, seqLens, treeMask, table, scale, blockSize);
+  const at::Device device = query.device();
+  const c10::OptionalDeviceGuard guard(device);
+  const int64_t requests = query.size(0), rows = query.size(1), heads = query.size(2);
+  const int64_t dim = query.size(3);
+  const auto halves = query.options(), floats = halves.dtype(at::kFloat);
+  const Tensor out = at::empty({requests, rows, heads, dim}, halves);
+  const Tensor lse = at::empty({requests, rows, heads}, floats);
+  if (requests == 0) return {out, lse};
+
+  const int64_t blocks = CubeCores(device);
+  TreeAttentionTiling tiling;
+  char error[kErrorSize];
+  const int32_t refused = tree_attention_tiling(
+      requests, rows, heads, key.size(2), dim, key.size(1), blockSize,
+      table.defined() ? table.size(1) : 0, query.scalar_type() == at::kHalf,
+      static_cast<float>(scale), blocks, &tiling, error, kErrorSize);
+  TORCH_CHECK(!refused, error);
+  const int64_t splits = tiling.splits, outRows = requests * rows * heads;
+  const Tensor scores = at::empty({blocks, 2, 2, kTreeSubRows, kTreeColumns}, floats);
+  const Tensor weights = at::empty({blocks, 2, kTreeSubRows, kTreeColumns}, halves);
+  const Tensor sums = at::empty({blocks, 2, kTreeSubRows, dim}, floats);
+  // With one split the first kernel writes the results.
+  const Tensor parts = splits == 1 ? out : at::empty({outRows, splits, dim}, floats);
+  const Tensor lses = splits == 1 ? lse : at::empty({outRows, splits}, floats);
+  const Tensor mask = treeMask.contiguous();
+  Enqueue("tree_attention", LaunchTreeAttention, blocks,
+          AddressesOf(query.contiguous(), key.contiguous(), value.contiguous(),
+                      seqLens.contiguous(), mask, table.defined() ? table.contiguous() : table,
+                      scores, weights, sums, parts, lses),
+          tiling);
+  if (splits > 1) {
+    Enqueue("tree_attention_combine", LaunchTreeAttentionCombine, VectorCores(device),
+            AddressesOf(parts, lses, mask, out, lse), tiling);
+  }
+  return {out, lse};
+}
+
 // Kernels of this library are for one architecture, that of Ascend 910B. On another the launch
 // functions of CANN would print a line and report success.
 std::string RefusalOf(const char* soc) {
@@ -140,5 +300,7 @@ extern "C" __attribute__((visibility("default"))) const char* treespark_ops_refu
 
 TORCH_LIBRARY_IMPL(treespark, PrivateUse1, m) {
   if (!treespark::Refusal().empty()) return;
+  m.impl("markov_topk", TORCH_FN(treespark::MarkovTopk));
   m.impl("pack_tree", TORCH_FN(treespark::PackTree));
+  m.impl("tree_attention", TORCH_FN(treespark::TreeAttention));
 }
