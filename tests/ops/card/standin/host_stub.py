@@ -16,6 +16,7 @@ KIND = re.compile(r"KERNEL_TASK_TYPE_DEFAULT\((\w+)\)")
 
 
 def main(folder, *sources):
+    """Write the files of all kernels."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for source in sources:
@@ -31,18 +32,24 @@ def main(folder, *sources):
             f'extern "C" uint32_t aclrtlaunch_{name}(uint32_t blocks, void* stream, '
             f"{arguments}, {tiling[0]}* tiling)"
         )
-        (folder / f"aclrtlaunch_{name}.h").write_text(
+        write(
+            folder / f"aclrtlaunch_{name}.h",
             "#pragma once\n#define ACLRT_LAUNCH_KERNEL(kernel) aclrtlaunch_##kernel\n"
             f"{signature};\n",
-            encoding="utf-8",
         )
         named = ", ".join(f'{{"{tensor}", {tensor}}}' for _, tensor in tensors)
-        (folder / f"{name}.cpp").write_text(
+        write(
+            folder / f"{name}.cpp",
             f'#include "{source}"\n#include "launcher.h"\n{signature} {{\n'
             f'  return standin::Launch("{name}", &{name}, {KIND.search(text)[1]}, blocks, stream, '
             f"{{{named}}}, *tiling);\n}}\n",
-            encoding="utf-8",
         )
+
+
+def write(path, text):
+    """Write a file that changed: the others need not be compiled again."""
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
