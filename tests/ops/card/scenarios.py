@@ -180,25 +180,22 @@ def a_call_neither_waits_nor_copies_from_the_host():
 
 def errors_have_the_words_of_the_contract():
     """Of the binding as of the references, which say the same for the same arguments."""
-    scores, parents, depths, counts, bias, n = on_npu(calls.pack_arguments())
-    base, row, latent, w2, k = on_npu(halved(calls.markov_arguments()))
-    query, key, value, lens, mask = on_npu(halved(calls.attention_arguments()))
+    scores, parents, depths, counts, bias, n = calls.pack_arguments()
+    base, row, latent, w2, k = halved(calls.markov_arguments())
+    query, key, value, lens, mask = halved(calls.attention_arguments())
     pack, markov, attention = "pack_tree", "markov_topk", "tree_attention"
     wrong = [
         (pack, [scores[0], parents, depths, counts, bias, n]),
         (pack, [scores, parents[:, :2], depths, counts, bias, n]),
         (pack, [scores, parents.float(), depths, counts, bias, n]),
-        (pack, [scores, parents, depths, counts.cpu(), bias, n]),
         (pack, [scores, parents, depths, counts, bias, 0]),
         (pack, [scores, parents, depths, counts, bias[:1], n]),
         (markov, [base, row, latent[:2], w2, k]),
         (markov, [base, row.long(), latent, w2, k]),
-        (markov, [base, row, latent, w2.cpu(), k]),
-        (markov, [base, row, latent, w2.t().contiguous().t(), k]),
         (markov, [base, row, latent, w2, 33]),
         (markov, [base, row, latent, w2, k, 0.0]),
         (markov, [base, row, latent, w2, k, 1.0, 51]),
-        (markov, [base, row, latent[:, :8].contiguous(), w2[:, :8].contiguous(), k]),
+        (markov, [base, row, latent[:, :8], w2[:, :8].contiguous(), k]),
         (attention, [query[0], key, value, lens, mask]),
         (attention, [query, key, value[:, :4], lens, mask]),
         (attention, [query, key, value, lens, mask[..., :1]]),
@@ -207,6 +204,11 @@ def errors_have_the_words_of_the_contract():
         (attention, [query[:, :, :3], key, value, lens, mask]),
         (attention, [query, key.half(), value, lens, mask]),
     ]
+    wrong = [(name, on_npu(arguments)) for name, arguments in wrong]
+    elsewhere, strided = on_npu([scores, parents, depths, counts, bias, n]), on_npu([base, row])
+    strided += [latent.to("npu:0"), w2.t().contiguous().to("npu:0").t(), k]
+    elsewhere[3] = counts
+    wrong += [(pack, elsewhere), (markov, strided)]
     for name, arguments in wrong:
         spec = next(spec for spec in calls.SPECS if spec.name == name)
         text = raised_by(spec.fake, *arguments)
@@ -219,20 +221,14 @@ def dtypes_without_a_kernel_are_refused():
     assert text == "markov_topk: latent must be bfloat16 or float16, got float32"
 
 
-def built_in_operators_raise():
-    tensor = torch.ones(4).to("npu:0")
-    for run in (lambda: tensor + 1, lambda: tensor @ tensor, lambda: torch.zeros(4).npu().sum()):
-        raised_by(run)
-
-
 def status_names_kernels_and_what_they_are_built_for():
     facts = npu_ops.status()
     assert facts["reason"] is None
     assert facts["library"].endswith("libtreespark_ops.so")
     assert facts["build"]["soc"] == "Ascend910B2"
-    assert facts["build"]["cann"] == "8.1.RC1"
     assert {row["devices"]["npu"]["active"] for row in facts["operators"]} == {"kernel"}
-    assert {row["devices"]["cpu"]["active"] for row in facts["operators"]} == {"fast"}
+    elsewhere = "refused" if facts["mode"] == "kernel" else "fast"
+    assert {row["devices"]["cpu"]["active"] for row in facts["operators"]} == {elsewhere}
 
 
 def autocast_and_compile_change_nothing():

@@ -40,30 +40,32 @@ def test_on_npu(outcome, promise):
     assert outcome[promise] is None, outcome[promise]
 
 
-def test_without_the_task_queue_the_same_holds(world):
-    assert set(outcome_of(world, TASK_QUEUE_ENABLE="0").values()) == {None}
+def test_the_same_holds_in_kernel_mode_and_without_the_task_queue(world):
+    variables = {"TREESPARK_OPS": "kernel", "TASK_QUEUE_ENABLE": "0", "STANDIN_SOC": "Ascend910B4"}
+    outcome = outcome_of(world, **variables)
+    assert outcome == dict.fromkeys(PROMISES)
 
 
-def test_on_another_card_the_reference_serves_and_the_reason_is_there(world):
+def test_another_card_gets_no_kernel_and_the_reason(world):
     code = (
-        "import json, torch_npu, npu_ops\n"
-        "assert npu_ops.load_library() == npu_ops.status()['reason']\n"
-        "print(json.dumps(npu_ops.status()))"
-    )
-    done = world.start(code, STANDIN_SOC="Ascend310P3")
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout.splitlines()[-1])
-    assert facts["reason"] == "built for Ascend910B2, the device is Ascend310P3"
-    assert {row["devices"]["npu"]["active"] for row in facts["operators"]} == {"reference"}
-
-
-@pytest.mark.parametrize(("soc", "code"), [("Ascend910B3", 0), ("Ascend310P3", 2)])
-def test_kernel_mode_takes_an_npu_with_kernels_and_no_other(world, soc, code):
-    choose = (
-        "import sys; from treespark.device import resolve_device; "
+        "import json, npu_ops\n"
+        "from treespark.device import resolve_device\n"
         "from treespark.errors import UsageError\n"
         "try: resolve_device('npu')\n"
-        "except UsageError as error: print(error); sys.exit(2)"
+        "except UsageError as error: print(json.dumps([npu_ops.status(), str(error)]))"
     )
-    done = world.start(choose, TREESPARK_OPS="kernel", STANDIN_SOC=soc)
-    assert done.returncode == code, done.stdout + done.stderr
+    done = world.start(code, STANDIN_SOC="Ascend310P3", TREESPARK_OPS="kernel")
+    assert done.returncode == 0, done.stderr
+    facts, error = json.loads(done.stdout.splitlines()[-1])
+    assert facts["reason"] == "built for Ascend910B2, the device is Ascend310P3"
+    assert {row["devices"]["npu"]["active"] for row in facts["operators"]} == {"refused"}
+    assert facts["reason"] in error
+
+
+@pytest.mark.parametrize("queue", ["0", "1"])
+def test_built_in_operator_raises(world, queue):
+    code = "import torch, torch_npu\nprint((torch.ones(4).to('npu:0') + 1).cpu())"
+    done = world.start(code, TASK_QUEUE_ENABLE=queue)
+    assert done.returncode == 1
+    assert "RuntimeError: " in done.stderr
+    assert "Add" in done.stderr
