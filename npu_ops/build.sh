@@ -74,6 +74,7 @@ mapfile -t DEFINITIONS <<<"$definitions"
 
 # CANN's own steps are written for Makefiles.
 run cmake -G "Unix Makefiles" -S "$ROOT/npu_ops/csrc" -B "$BUILD" "${DEFINITIONS[@]}"
-run cmake --build "$BUILD" --parallel "$(nproc)"
+# nproc would take a limit of torch's threads for one of its own.
+run cmake --build "$BUILD" --parallel "$(env -u OMP_NUM_THREADS nproc)"
 run mkdir -p "$OUT"
 run cp "$BUILD/libtreespark_ops.so" "$BUILD/libtreespark_ops.json" "$OUT/"

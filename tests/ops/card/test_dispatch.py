@@ -46,6 +46,11 @@ def test_the_same_holds_in_kernel_mode_and_without_the_task_queue(world):
     assert outcome == dict.fromkeys(PROMISES)
 
 
+@pytest.mark.slow
+def test_the_same_holds_for_the_build_of_newer_cann(newer_world):
+    assert outcome_of(newer_world) == dict.fromkeys(PROMISES)
+
+
 def test_another_card_gets_no_kernel_and_the_reason(world):
     code = (
         "import json, npu_ops\n"
