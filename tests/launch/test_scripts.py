@@ -13,7 +13,11 @@ SCRIPTS = ["launch/quickstart.sh", "tools/test.sh"]
 SHELL_FILES = [
     path
     for path in [
-        *(file for folder in ("launch", "tools", "npu_ops") for file in ROOT.glob(f"{folder}/*.sh")),
+        *(
+            file
+            for folder in ("launch", "tools", "npu_ops")
+            for file in ROOT.glob(f"{folder}/*.sh")
+        ),
         ROOT / ".ci" / "run",
     ]
     if path.exists()

@@ -63,7 +63,7 @@ def clean():
 class World:
     """A folder with the environment, CANN's stand-in and the library; kept between test runs."""
 
-    def __init__(self, folder, venv, version="8.1.RC1"):
+    def __init__(self, folder, venv, version):
         self.python = environment(venv)
         self.home, self.library = cann.tool_folder(folder / "cann", version), folder / "lib"
         cann.libraries(self.home, self._package("torch_npu"))
