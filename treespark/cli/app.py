@@ -102,6 +102,9 @@ def ops(as_json: AsJson = False) -> None:
 
 def _ops_as_text(facts: dict[str, Any]) -> str:
     lines = [f"operators     TREESPARK_OPS={facts['mode']}; {facts['reason'] or facts['library']}"]
+    if facts["build"]:
+        built = ", ".join(f"{name} {value}" for name, value in facts["build"].items())
+        lines.append(f"  library built for {built}")
     for row in facts["operators"]:
         for kind, answer in row["devices"].items():
             why = f": {answer['reason']}" if answer["reason"] else ""
