@@ -11,8 +11,10 @@ from treespark.cli import prompts  # isort: skip
 from treespark.cli import features  # isort: skip
 from treespark.cli import decoding  # isort: skip
 from treespark.cli import drafters  # isort: skip
+from treespark.cli import report  # isort: skip
 from treespark.cli import serving  # isort: skip
 from treespark.cli import load  # isort: skip
+from treespark.cli import suite  # isort: skip
 from treespark.cli import workers  # isort: skip
 from treespark.cli.app import app, main
 
@@ -24,7 +26,9 @@ __all__ = [
     "load",
     "main",
     "prompts",
+    "report",
     "serving",
+    "suite",
     "training",
     "workers",
 ]

@@ -139,6 +139,20 @@ def train(
     resume: Annotated[
         Literal["auto", "never"], typer.Option(help="auto: go on from the newest checkpoint.")
     ] = "auto",
+    start_from: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN[@STEP]",
+            help="Begin with a checkpoint of a run that differs only in the weights of losses that "
+            "begin later.",
+        ),
+    ] = None,
+    until: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STEP", help="Stop after this step, or after the `warmup`, with a checkpoint."
+        ),
+    ] = None,
 ) -> None:
     """Train a drafter by a recipe and export it."""
     from treespark.recipe import load_recipe
@@ -146,7 +160,7 @@ def train(
     loaded = load_recipe(recipe, overrides or [])
     from treespark.training.loop import train as run_train
 
-    typer.echo(run_train(loaded, resume=resume))
+    typer.echo(run_train(loaded, resume=resume, start_from=start_from, until=until))
 
 
 @app.command()

@@ -8,7 +8,7 @@ DeepSpec checkpoints.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from treespark.errors import UsageError
 from treespark.prepack import prepack_linears
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from typing_extensions import Self
 
     from treespark.drafter.loading import TargetWeights
@@ -131,6 +133,31 @@ class DrafterModel(PreTrainedModel):
 
         save_deepspec(self, Path(folder), dtype)
 
+    # ------------------------------------------------------------------ context
+
+    def extend_context(
+        self,
+        cache: Any,
+        slot: int,
+        start: int,
+        features: Tensor,
+        token_ids: Tensor | None = None,
+    ) -> None:
+        """Append context rows start..start+n-1 of one slot, from features [n, m*H]."""
+        self.extend_contexts(cache, [slot], [start], [features.shape[0]], features, token_ids)
+
+    def extend_contexts(
+        self,
+        cache: Any,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        features: Tensor,
+        token_ids: Tensor | None = None,
+    ) -> None:
+        """Append context rows of several slots in one pass; every drafter has its own way."""
+        raise NotImplementedError
+
     # ------------------------------------------------------------------ rows and logits
 
     @property
@@ -151,3 +178,7 @@ class DrafterModel(PreTrainedModel):
     def base_logits(self, hidden: Tensor) -> Tensor:
         """Return logits without the Markov bias, [..., V] float32, from hidden [..., H]."""
         return self.lm_head(hidden.to(self.embed_tokens.weight.dtype)).float()
+
+    def confidence_logits(self, hidden: Tensor, parent_tokens: Tensor) -> Tensor:
+        """Return the confidence head's logits [...]; raises UsageError: there is none here."""
+        raise UsageError(f"a drafter of model_type {self.config.model_type!r} has no confidence")

@@ -252,17 +252,6 @@ class Eagle3Drafter(DrafterModel):
         device = self.embed_tokens.weight.device
         return Eagle3Cache(self.config, num_slots, max_len, device, self.compute_dtype)
 
-    def extend_context(
-        self,
-        cache: Eagle3Cache,
-        slot: int,
-        start: int,
-        features: Tensor,
-        token_ids: Tensor | None = None,
-    ) -> None:
-        """`extend_contexts` for one slot."""
-        self.extend_contexts(cache, [slot], [start], [features.shape[0]], features, token_ids)
-
     @torch.no_grad()
     def extend_contexts(
         self,
