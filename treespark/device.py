@@ -308,10 +308,11 @@ def worker_environments(
     """Return what the environment of each of several processes adds: a card, or threads of a CPU.
 
     name: kind of device, as in `resolve_device`.  threads: per process; None shares the cores out.
-    is_asked: whether the machine is asked how many cards there are; False believes in enough.
-    Cards are those the user made visible, in ascending order. Raises UsageError for too few.
+    is_asked: whether the machine is asked how many cards there are; False believes in enough of a
+    kind that is named, or that can be used here. Cards are those the user made visible, in
+    ascending order. Raises UsageError for too few.
     """
-    kind = name or os.environ.get(ENV) or (resolve_device().type if is_asked else PREFERENCE[0])
+    kind = name or os.environ.get(ENV) or resolve_device().type
     if kind not in PREFERENCE:
         raise UsageError(f"--device {kind}: one card per worker; allowed: {', '.join(PREFERENCE)}")
     share = threads or max(1, (os.cpu_count() or 1) // num_workers)

@@ -15,7 +15,13 @@ import yaml
 from treespark.cli import app
 
 ROOT = Path(__file__).parent.parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "recipes" / "README.md", ROOT / "docs" / "serving.md"]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "recipes" / "README.md",
+    ROOT / "docs" / "serving.md",
+    ROOT / "docs" / "drafters.md",
+    ROOT / "docs" / "benchmarks.md",
+]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Options of pytest that the documents pass through tools/test.sh.
 PYTEST_OPTIONS = {"-m", "-k"}

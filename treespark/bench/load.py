@@ -79,20 +79,12 @@ class LoadOptions:
 
 
 def run_load(options: LoadOptions, as_json: bool = False) -> dict[str, Any]:
-    """Send the prompts, print what was measured and return it.
-
-    Raises UsageError, before any load, for a wrong option or file and for a server that cannot be
-    reached or does not serve the model.
-    """
+    """Send the prompts, print or save what was measured and return it. Raises as `measure_load`."""
     metrics, percentiles = _check(options)
-    root, server, model = _connect(options)
     out = _result_path(options)
     if options.save_result:
         check_file(out, "--result-filename ")
-    load = _Load(options, server, root, model, _prompts(options, server, root))
-    outcomes, seconds, counters = asyncio.run(load.run())
-    result = summarize_load(outcomes, seconds, counters, percentiles)
-    result = _head(options, model) | result
+    result = measure_load(options)
     if options.save_result:
         write_json_atomic(out, result)
     if as_json:
@@ -104,7 +96,21 @@ def run_load(options: LoadOptions, as_json: bool = False) -> dict[str, Any]:
     return result
 
 
-def measure_load(options: LoadOptions, prompts: Sequence[list[int]]) -> tuple[list[Outcome], float]:
+def measure_load(options: LoadOptions) -> dict[str, Any]:
+    """Send the prompts and return what was measured.
+
+    Raises UsageError, before any load, for a wrong option or file and for a server that cannot be
+    reached or does not serve the model.
+    """
+    _, percentiles = _check(options)
+    root, server, model = _connect(options)
+    load = _Load(options, server, root, model, _prompts(options, server, root))
+    outcomes, seconds, counters = asyncio.run(load.run())
+    result = summarize_load(outcomes, seconds, counters, percentiles)
+    return _head(options, model) | result
+
+
+def send_prompts(options: LoadOptions, prompts: Sequence[list[int]]) -> tuple[list[Outcome], float]:
     """Send prompts as token ids; return their outcomes in order, and the seconds it took.
 
     Raises UsageError for a server that cannot be reached or does not serve the model.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from treespark.bench.load import LoadOptions, measure_load
+from treespark.bench.load import LoadOptions, send_prompts
 from treespark.bench.suite_recipe import load_suite_recipe, select_prompts
 from treespark.bench.suite_records import (
     UNKNOWN,
@@ -94,7 +94,7 @@ def _measure(
         output_len=max_tokens,
         num_warmups=1,
     )
-    outcomes, wall_s = measure_load(options, [prompt.token_ids for prompt in prompts])
+    outcomes, wall_s = send_prompts(options, [prompt.token_ids for prompt in prompts])
     for prompt, outcome in zip(prompts, outcomes, strict=True):
         if outcome.error is not None:
             raise UsageError(f"--url {url}: {prompt.name}: {outcome.error}")

@@ -10,6 +10,8 @@ from treespark.cli import training  # isort: skip
 from treespark.cli import prompts  # isort: skip
 from treespark.cli import features  # isort: skip
 from treespark.cli import decoding  # isort: skip
+from treespark.cli import drafters  # isort: skip
+from treespark.cli import report  # isort: skip
 from treespark.cli import serving  # isort: skip
 from treespark.cli import load  # isort: skip
 from treespark.cli import suite  # isort: skip
@@ -19,10 +21,12 @@ from treespark.cli.app import app, main
 __all__ = [
     "app",
     "decoding",
+    "drafters",
     "features",
     "load",
     "main",
     "prompts",
+    "report",
     "serving",
     "suite",
     "training",

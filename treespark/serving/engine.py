@@ -148,6 +148,8 @@ class Engine:
             num_free_slots=len(slots) - len(held),
             kv_usage=sum(held) / (len(slots) * self.max_model_len),
             tree_budget=self.policy.budget,
+            phase_s=dict(self.clock.seconds) if self.clock.enabled else None,
+            num_timed_rounds=self.clock.num_rounds,
             **dataclasses.asdict(self.totals),
         )
 
