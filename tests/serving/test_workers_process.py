@@ -21,7 +21,7 @@ import pytest
 from tests.http_world import folders, tiny
 from treespark.bench.running import free_ports
 
-pytestmark = [pytest.mark.slow, pytest.mark.multi]
+pytestmark = [pytest.mark.slow, pytest.mark.multi, pytest.mark.timeout(1200)]
 
 SLOTS = 12
 
@@ -40,11 +40,15 @@ class Workers:
             *("--served-model-name", "tiny", "--dtype", "float32", "--device", "cpu"),
             *("--workers", "2", "--slots", str(SLOTS), "--threads", "1", "--router", router),
             *("--port", str(self.port), "--worker-port", str(self.port + 1)),
-            *("--run-dir", str(self.run_dir), "--queue-timeout", "30"),
+            *("--run-dir", str(self.run_dir), "--queue-timeout", "300"),
         ]
         with self.log.open("wb") as log:
             self.child = subprocess.Popen(command, stdout=log, stderr=log)
-        self.until(lambda: self.status("/ready") == 200, 240)
+        try:
+            self.until(lambda: self.status("/ready") == 200, 600)
+        except BaseException:
+            self.stop()
+            raise
 
     def status(self, path):
         try:
@@ -55,7 +59,7 @@ class Workers:
     def pids(self):
         return json.loads((self.run_dir / "pids.json").read_text())
 
-    def until(self, condition, seconds=120):
+    def until(self, condition, seconds=300):
         end_s = time.monotonic() + seconds
         while not condition():
             assert self.child.poll() is None, self.log.read_text()
@@ -104,14 +108,14 @@ def ask(workers, number, during=None, **fields):
 
     async def all_of_them():
         limits = httpx.Limits(max_connections=200)
-        async with httpx.AsyncClient(timeout=120, limits=limits) as client:
+        async with httpx.AsyncClient(timeout=300, limits=limits) as client:
             posts = [
                 client.post(f"{workers.url}/v1/completions", json=body(i) | fields)
                 for i in range(number)
             ]
             tasks = [asyncio.ensure_future(post) for post in posts]
             if during is not None:
-                await asyncio.wait_for(until_full(), 60)
+                await asyncio.wait_for(until_full(), 120)
                 during()
             return await asyncio.gather(*tasks, return_exceptions=True)
 
