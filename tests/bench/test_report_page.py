@@ -13,7 +13,8 @@ import pytest
 from tests.bench.suite_world import HOSTILE, RunWriter, dataset, plausible_run, setting
 from tests.bench.test_report_results import A, one_cell_run, timed_cell
 from treespark.bench.report.page import json_block
-from treespark.bench.report.write import write_suite_report
+from treespark.bench.report.study import read_studies
+from treespark.bench.report.write import notes, write_suite_report
 from treespark.cli import main
 from treespark.errors import UsageError
 
@@ -150,8 +151,8 @@ def test_two_targets_have_their_own_tables_on_one_page(tmp_path):
 def test_unfinished_run_says_so(tmp_path):
     run = RunWriter(setting([A], ("dspark", "treespark")))
     timed_cell(run, ("a", "dspark", 1, 0), 10)
-    page = write_suite_report([run.write(tmp_path / "run")], tmp_path / "out").read_text()
-    assert "The run is not finished: 1 cells are missing." in page
+    (study,) = read_studies([run.write(tmp_path)])
+    assert notes(study)[0].startswith("The run is not finished: 1 cells are missing.")
 
 
 def test_nothing_is_written_where_something_is_wrong(tmp_path):

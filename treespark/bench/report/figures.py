@@ -29,7 +29,7 @@ from treespark.bench.suite_records import REASONS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from treespark.bench.report.results import Results
+    from treespark.bench.report.results import Metric, Results, Value
     from treespark.bench.report.traces import Traces
     from treespark.bench.suite_records import MethodRow
 
@@ -133,15 +133,11 @@ def _gains(results: Results) -> Drawing | None:
     figure, panels = new_figure(9, 4, 2)
     by_title = {dataset.title: dataset.name for dataset in study.datasets}
     for axes, metric in zip(panels, metrics, strict=True):
-        bars(
-            results,
-            axes,
-            list(by_title),
-            trees,
-            lambda title, method, metric=metric: results.gain(  # type: ignore[misc]
-                metric, [by_title[title]], method.name, name, first
-            ),
-        )
+
+        def gain(title: str, method: MethodRow, metric: Metric = metric) -> Value | None:
+            return results.gain(metric, [by_title[title]], method.name, name, first)
+
+        bars(results, axes, list(by_title), trees, gain)
         label_axes(axes, metric.title, "", f"gain over {base.title}")
         axes.tick_params(axis="x", labelsize=7)
     legend(figure, panels[0])
