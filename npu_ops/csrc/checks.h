@@ -3,6 +3,7 @@
 #pragma once
 #include <ATen/ATen.h>
 
+#include <charconv>
 #include <initializer_list>
 #include <string>
 
@@ -14,6 +15,14 @@ using at::Tensor;
 template <class Got>
 [[noreturn]] void Refuse(const char* op, const std::string& demand, const Got& got) {
   TORCH_CHECK(false, op, ": ", demand, ", got ", got);
+}
+
+// A number as Python prints it.
+inline std::string Printed(double value) {
+  char text[32];
+  const auto end = std::to_chars(text, text + sizeof(text), value).ptr;
+  const std::string digits(text, end);
+  return digits.find_first_not_of("-0123456789") == std::string::npos ? digits + ".0" : digits;
 }
 
 // A dimension by its letter, with its size if that is known: -1 where it is not.

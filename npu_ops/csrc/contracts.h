@@ -38,7 +38,9 @@ inline int64_t CheckMarkovTopk(const Tensor& baseLogits, const Tensor& baseRow,
   if (rank % kMarkovRankStep) {
     Refuse(kOp, c10::str("r must be a multiple of ", kMarkovRankStep), rank);
   }
-  if (!(invTemperature > 0)) Refuse(kOp, "inv_temperature must be positive", invTemperature);
+  if (!(invTemperature > 0)) {
+    Refuse(kOp, "inv_temperature must be positive", Printed(invTemperature));
+  }
   return numTokens;
 }
 
@@ -113,7 +115,7 @@ inline void CheckTreeAttention(const Tensor& query, const Tensor& key, const Ten
     Refuse(kOp, c10::str("Hq must be a multiple of Hkv=", kvHeads), heads);
   }
   CheckRange(kOp, "Q", rows, 1, kTreeMaxRows);
-  if (!(scale >= 0)) Refuse(kOp, "scale must not be negative", scale);
+  if (!(scale >= 0)) Refuse(kOp, "scale must not be negative", Printed(scale));
 }
 
 }  // namespace treespark
