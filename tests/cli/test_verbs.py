@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 
-def test_train_passes_the_resolved_recipe_and_resume(run, room, tmp_path):
+def test_train_passes_the_resolved_recipe_and_flags(run, room, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         "target: {model: t}\n"
@@ -16,10 +16,12 @@ def test_train_passes_the_resolved_recipe_and_resume(run, room, tmp_path):
         "data: {continuations: [c.jsonl]}\ntrain: {epochs: 1}\noutput: {dir: o}\n"
     )
     calls = room("treespark.training.loop", "train", Path("done"))
-    code, out, _ = run("train", recipe, "--set", "train.seed=7", "--resume", "never")
+    flags = ["--resume", "never", "--start-from", "r@5", "--until", "warmup"]
+    code, out, _ = run("train", recipe, "--set", "train.seed=7", *flags)
     (((loaded,), options),) = calls
     assert (code, out) == (0, "done\n")
-    assert (loaded.train.seed, options) == (7, {"resume": "never"})
+    assert loaded.train.seed == 7
+    assert options == {"resume": "never", "start_from": "r@5", "until": "warmup"}
 
 
 def test_prompts_build_passes_its_recipe(run, room):
