@@ -118,8 +118,9 @@ def flops_per_row(
     policy = recipe.policy
     frontier = policy.frontier or policy.branching
     parents = _tree_anchors(recipe) * (1 + (policy.depth - 1) * frontier)
-    # Planned, computed, recomputed, and two products backwards.
-    replay = 5 * 2 * parents * recipe.drafter.markov_rank * c.vocab_size
+    # Planned, computed anew, and two products backwards; the teacher once more where not kept.
+    replay = 4 * 2 * parents * recipe.drafter.markov_rank * c.vocab_size
+    replay += again * 2 * _tree_anchors(recipe) * c.block_size * c.hidden_size * c.vocab_size
     parts = {"trunk": trunk, "losses": losses, "replay": replay}
     if data.features != "store":
         scores = 2 * tokens * tokens * shapes.target_width * shapes.target_layers
@@ -170,13 +171,12 @@ def memory(
     rows = min(micro_batch * drafts, block_rows(micro_batch * drafts, train.keep_logits))
     # Base (later its gradient) and teacher of a block, and two float32 buffers of a chunk.
     block = c.vocab_size * (rows * 2 * size + min(train.chunk_rows, rows) * 2 * 4)
-    # Of the anchors with trees: drafter's and target's logits once more, and a gradient.
-    shared = 3 * _tree_anchors(recipe) * c.block_size
-    kept = (drafts + _teacher_rows(recipe, drafts, tokens) + shared) * c.vocab_size * size
+    kept = (drafts + _teacher_rows(recipe, drafts, tokens)) * c.vocab_size * size
+    # Of the anchors with trees while they are planned: their logits once more, where kept the
+    # target's, too, and of the parents of one depth logits, softmax and what choosing needs.
     frontier = recipe.policy.frontier or recipe.policy.branching
-    # One depth at a time: logits, their sum with the base, softmax and gradient. All, where kept.
-    parents = 4 * frontier + train.keep_logits * (recipe.policy.depth - 1) * frontier
-    replay = micro_batch * _tree_anchors(recipe) * parents * c.vocab_size * 4
+    planned = (1 + train.keep_logits) * c.block_size * size + 3 * frontier * 4
+    replay = micro_batch * _tree_anchors(recipe) * planned * c.vocab_size
     held = -(-train.global_batch // (devices * micro_batch)) * micro_batch
     parts = {
         "target": shapes.target_parameters * 2.0 if data.features != "store" else 0.0,
