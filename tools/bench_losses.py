@@ -13,7 +13,8 @@ tensors would miss, and the processes cannot influence each other. Gradients mus
 the largest entry of their tensor, else the exit code is 1.
 
 step: whole optimizer steps, drafter included, of treespark (with the tree losses), dspark (the same
-drafter without them) and the eager treespark, in turns in one process. `kept` and `recomputed` are
+drafter without them) and the eager treespark, in turns in one process; and the FLOPs of their
+matrix products, which no other load on the machine changes. `kept` and `recomputed` are
 train.keep_logits true and false. The drafter's backbone has the paper's proportions for 4B at this
 width: 5 layers, attention 2.4 times and MLP 3.8 times as wide as the hidden states.
 """
@@ -21,6 +22,7 @@ width: 5 layers, attention 2.4 times and MLP 3.8 times as wide as the hidden sta
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -38,6 +40,7 @@ from rich import box
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from treespark.bench.statistics import spread
@@ -295,6 +298,23 @@ RATIOS = {
 }
 
 
+def markov_topk_flops(_base: Any, _rows: Any, latent: Any, w2: Any, *_: Any, **__: Any) -> int:
+    """FLOPs of the operator's product [R, r] @ [r, V]."""
+    return 2 * latent[0] * latent[1] * w2[0]
+
+
+def addmm_flops(_sum: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
+    """FLOPs of a product that is added in place."""
+    return 2 * left[0] * left[1] * right[1]
+
+
+def flop_counter() -> FlopCounterMode:
+    """Return a context that counts the FLOPs of matrix products, also those it does not know."""
+    ours, in_place = torch.ops.treespark.markov_topk, torch.ops.aten.addmm_
+    mapping = {ours: markov_topk_flops, in_place: addmm_flops}
+    return FlopCounterMode(display=False, custom_mapping=mapping)
+
+
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -304,22 +324,32 @@ def measure_steps(sizes: Sizes, repeats: int, clock: str) -> dict[str, Any]:
     drafter, micro = make(sizes, TreeSparkDrafter)
     updates = PlainUpdates(drafter, OptimSection(), Ranks(0, 1, torch.device("cpu")), 1)
     times: dict[str, list[float]] = {name: [] for name in STEPS}
+    flops: dict[str, int] = {}
     names = list(STEPS)
-    # The first round warms up.
+    # The first round warms up, and counts.
     for turn in tqdm(range(repeats + 1), desc="step"):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             method, keep = STEPS[name]
             objective = sizes.objective(keep)
-            started = now()
-            updates.backward(lambda m=method, o=objective: loss_of(drafter, micro, m, o))
-            updates.step(1e-6)
-            if turn:
-                times[name].append(now() - started)
+            with contextlib.nullcontext() if turn else flop_counter() as counter:
+                started = now()
+                updates.backward(lambda m=method, o=objective: loss_of(drafter, micro, m, o))
+                updates.step(1e-6)
+                taken = now() - started
+            if counter is None:
+                times[name].append(taken)
+            else:
+                flops[name] = counter.get_total_flops()
     ratios = {
         title: spread([a / b for a, b in zip(times[one], times[other], strict=True)])
         for title, (one, other) in RATIOS.items()
     }
-    return {"seconds": {name: spread(t) for name, t in times.items()}, "ratios": ratios}
+    return {
+        "seconds": {name: spread(t) for name, t in times.items()},
+        "ratios": ratios,
+        "flops": flops,
+        "flop_ratios": {title: flops[one] / flops[other] for title, (one, other) in RATIOS.items()},
+    }
 
 
 # ---------------------------------------------------------------------- command line
@@ -339,12 +369,16 @@ def _print(sizes: Sizes, result: dict[str, Any]) -> None:
         table.add_row("peak memory, treespark over eager", f"{memory['ratio']:.3f}", "", aim)
         gap = f"{memory['gradient_difference']:.1e}"
         table.add_row("gradients, largest relative difference", gap, "", f"at most {GRADIENT_AIM}")
-    step = result.get("step", {"seconds": {}, "ratios": {}})
+    step = result.get("step", {"seconds": {}, "ratios": {}, "flops": {}, "flop_ratios": {}})
     for title, part in {**step["seconds"], **step["ratios"]}.items():
         unit = " s" if title in step["seconds"] else ""
         aim = f"at most {STEP_AIM}" if "over dspark" in title else "above 1" if not unit else ""
         limits = f"{part['min']:.3f} to {part['max']:.3f}"
         table.add_row(title, f"{part['median']:.3f}{unit}", limits, aim)
+    for title, flops in step["flops"].items():
+        table.add_row(f"{title}, products", f"{flops / 1e9:.1f} GFLOP", "", "")
+    for title, ratio in step["flop_ratios"].items():
+        table.add_row(f"{title}, products", f"{ratio:.3f}", "", "")
     console.print(table)
 
 
