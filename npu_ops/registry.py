@@ -13,7 +13,9 @@ waits for the device.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import json
 import logging
 import os
 import sys
@@ -74,10 +76,11 @@ class OpSpec:
 
 @dataclass
 class _Kernels:
-    """The kernel library: loaded or not, why not, and for whom that was said already."""
+    """The kernel library: loaded or not, why not, whether that was said, and what it is of."""
 
     reason: str | None
     told: bool = False
+    build: dict[str, str] = field(default_factory=dict)
 
 
 def _absent() -> str:
@@ -99,19 +102,39 @@ _specs: list[OpSpec] = []
 def load_library() -> str | None:
     """Load the kernel library, once torch_npu is imported; return None, or why there is none.
 
-    Nothing is loaded with TREESPARK_OPS=reference. A second call changes nothing.
+    Nothing is loaded with TREESPARK_OPS=reference, for another torch than the library was built
+    with, or on another card than it is for. A second call changes nothing.
     """
     if _kernels.reason is None or MODE == "reference" or not LIBRARY.exists():
         return _kernels.reason
     try:
-        importlib.import_module("torch_npu")
-        torch.ops.load_library(str(LIBRARY))
+        _kernels.reason = _other_torch() or _load()
     except Exception as error:  # by CANN version: ImportError, OSError, RuntimeError
         message = " ".join(f"{type(error).__name__}: {error}".split())
         _kernels.reason = f"loading {LIBRARY.name} failed: {message}"
-    else:
-        _kernels.reason = None
     return _kernels.reason
+
+
+def _other_torch() -> str | None:
+    """Read what the library was built with; return why it is not for this torch, or None."""
+    record = LIBRARY.with_suffix(".json")
+    if not record.exists():
+        return None
+    _kernels.build = json.loads(record.read_text(encoding="utf-8"))
+    # torch keeps its binary interface within a minor version.
+    built, here = _kernels.build["torch"], torch.__version__
+    if built.split(".")[:2] == here.split(".")[:2]:
+        return None
+    return f"{LIBRARY.name} is for torch {built}, this is {here}: run bash npu_ops/build.sh again"
+
+
+def _load() -> str | None:
+    """Load the library; return why it registers nothing on this card, or None."""
+    importlib.import_module("torch_npu")
+    torch.ops.load_library(str(LIBRARY))
+    refusal = ctypes.CDLL(str(LIBRARY)).treespark_ops_refusal
+    refusal.restype = ctypes.c_char_p
+    return refusal().decode() or None
 
 
 def register(spec: OpSpec) -> OpSpec:
@@ -160,15 +183,17 @@ def missing_kernels(kind: str) -> str | None:
 def status() -> dict[str, Any]:
     """Return what is active and why, for `treespark ops` and bug reports.
 
-    mode: TREESPARK_OPS.  library: path of the kernel library, or None, with `reason`.  operators: a
-    row each with `operator`, `schema` and `devices`: per kind of device `active`, one of kernel,
-    fast (torch, made for that device), reference (torch, any device), refused; and `reason`, why it
-    is nothing better, or None.
+    mode: TREESPARK_OPS.  library: path of the kernel library, or None, with `reason`.  build: soc,
+    cann, torch and torch_npu it was built with, as far as known.  operators: a row each with
+    `operator`, `schema` and `devices`: per kind of device `active`, one of kernel, fast (torch,
+    made for that device), reference (torch, any device), refused; and `reason`, why it is nothing
+    better, or None.
     """
     return {
         "mode": MODE,
         "library": str(LIBRARY) if _kernels.reason is None else None,
         "reason": _kernels.reason,
+        "build": _kernels.build,
         "operators": [
             {
                 "operator": spec.name,

@@ -26,6 +26,12 @@ def pytest_addoption(parser):
         help="folder of golden fixtures; name the tests to run before it, as in `pytest tests "
         "--fixtures DIR`",
     )
+    group.addoption(
+        "--npu-venv",
+        metavar="DIR",
+        help="virtual environment with torch and torch_npu for tests marked fake_npu (default: one "
+        "made in pytest's cache)",
+    )
 
 
 def pytest_collection_modifyitems(items):

@@ -151,6 +151,34 @@ def test_other_errors_keep_their_traceback_and_exit_code_1(tmp_path):
     assert result.stderr.endswith("RuntimeError: disk on fire\n")
 
 
+@pytest.mark.parametrize("args", [["version"], ["--help"], ["serve", "--help"]])
+def test_an_output_that_cannot_be_written_is_one_line(args):
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "treespark", *args],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=120,
+        )  # fmt: skip
+    assert result.stderr == "error: standard output: No space left on device\n"
+    assert result.returncode == 1
+
+
+def test_nothing_is_said_of_a_reader_that_left():
+    read, write = os.pipe()
+    os.close(read)
+    result = subprocess.run(
+        [sys.executable, "-m", "treespark", "version"],
+        stdout=write, stderr=subprocess.PIPE, text=True, timeout=120,
+    )  # fmt: skip
+    os.close(write)
+    assert (result.returncode, result.stderr) == (1, "")
+
+
+def test_a_full_disk_elsewhere_keeps_its_traceback(run, room):
+    room("treespark.target.fetch", "fetch", OSError(28, "No space left on device"))
+    with pytest.raises(OSError, match="No space left"):
+        run("fetch", "x", "--out", "y")
+
+
 def test_interrupt_is_exit_code_130(run, room):
     room("treespark.target.fetch", "fetch", KeyboardInterrupt())
     assert run("fetch", "x", "--out", "y")[0] == 130

@@ -4,13 +4,19 @@
 import pytest
 
 from treespark import recipe as recipes
+from treespark.bench.suite_recipe import load_suite_recipe
+from treespark.bench.workloads import WORKLOADS
 from treespark.recipe import load_recipe
 
 
-def shipped_recipes(repository):
-    # Mixtures are recipes of another kind: tests/data/test_mixture.py.
+def training_recipes(repository):
+    # Mixtures and evaluations are recipes of other kinds: tests/data/test_mixture.py, below.
     paths = (repository / "recipes").rglob("*.yaml")
-    found = {path.stem: load_recipe(path) for path in paths if "mixture" not in path.name}
+    return [p for p in paths if "mixture" not in p.name and p.parent.name != "bench"]
+
+
+def shipped_recipes(repository):
+    found = {path.stem: load_recipe(path) for path in training_recipes(repository)}
     return {name: recipe.model_dump(mode="json") for name, recipe in found.items()}
 
 
@@ -61,9 +67,32 @@ def test_baselines_differ_from_treespark_in_drafter_losses_and_policy_alone(repo
 
 
 def test_every_shipped_recipe_loads_and_writes_to_a_folder_of_its_own(repository):
-    paths = [p for p in (repository / "recipes").rglob("*.yaml") if "mixture" not in p.name]
+    paths = training_recipes(repository)
     found = shipped_recipes(repository)
     # 5 methods and 3 ablations for each of 3 targets, and the shipped drafter's own.
     assert len(found) == len(paths) == 3 * 8 + 1
     outputs = [values["output"]["dir"] for name, values in found.items() if name != "recipe"]
     assert len(set(outputs)) == len(outputs)
+
+
+def test_evaluation_recipes_name_drafters_that_training_recipes_make(repository):
+    made = {values["output"]["dir"] for values in shipped_recipes(repository).values()}
+    paths = sorted((repository / "recipes" / "bench").glob("*.yaml"))
+    assert len(paths) == 4
+    for path in paths:
+        recipe = load_suite_recipe(path)
+        for folder in recipe.drafters.values():
+            assert folder.name == "drafter"
+            shipped = (folder / "config.json").is_file()
+            assert shipped or str(folder.parent) in made, f"{path}: {folder}"
+
+
+@pytest.mark.parametrize("size", ["4b", "8b"])
+def test_the_papers_evaluation_has_its_prompts_and_methods(repository, size):
+    recipe = load_suite_recipe(repository / "recipes" / "bench" / f"qwen3-{size}.yaml")
+    assert [dataset.name for dataset in recipe.datasets] == list(WORKLOADS)
+    assert all(dataset.count is None for dataset in recipe.datasets)
+    assert (recipe.max_tokens, recipe.repeats) == (2048, 3)
+    names = ["eagle3", "dflash", "dspark", "dspark-tree", "treespark"]
+    assert [method.name for method in recipe.methods] == names
+    assert (recipe.baseline, recipe.control) == ("dspark", "dspark-tree")

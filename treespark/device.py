@@ -204,7 +204,7 @@ def resolve_dtype(name: str | torch.dtype | None, device: torch.device | str) ->
     if name is None or name == "auto":
         return torch.float32 if kind == "cpu" else torch.bfloat16
     dtype = name if isinstance(name, torch.dtype) else _DTYPES.get(name.strip().lower())
-    if dtype not in _DTYPES.values():
+    if dtype is None or dtype not in _DTYPES.values():
         raise UsageError(f"--dtype {name}: no such dtype, allowed: auto, {', '.join(_DTYPES)}")
     if dtype is torch.float64 and kind == "npu":
         raise UsageError(
@@ -308,10 +308,11 @@ def worker_environments(
     """Return what the environment of each of several processes adds: a card, or threads of a CPU.
 
     name: kind of device, as in `resolve_device`.  threads: per process; None shares the cores out.
-    is_asked: whether the machine is asked how many cards there are; False believes in enough.
-    Cards are those the user made visible, in ascending order. Raises UsageError for too few.
+    is_asked: whether the machine is asked how many cards there are; False believes in enough of a
+    kind that is named, or that can be used here. Cards are those the user made visible, in
+    ascending order. Raises UsageError for too few.
     """
-    kind = name or os.environ.get(ENV) or (resolve_device().type if is_asked else PREFERENCE[0])
+    kind = name or os.environ.get(ENV) or resolve_device().type
     if kind not in PREFERENCE:
         raise UsageError(f"--device {kind}: one card per worker; allowed: {', '.join(PREFERENCE)}")
     share = threads or max(1, (os.cpu_count() or 1) // num_workers)

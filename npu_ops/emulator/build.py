@@ -28,13 +28,15 @@ def build(
     source: Path,
     entries: Sequence[str],
     *,
+    more: Sequence[Path] = (),
     host: Sequence[Path] = (),
     include: Sequence[Path] = (),
     defines: Mapping[str, str | int] | None = None,
 ) -> Library:
     """Return the kernels `entries` of a C++ source, compiled or taken from the cache.
 
-    source: a file that defines each entry as `extern "C" __global__ __aicore__ void entry(...)`.
+    source, and more in the same folder: files that define each entry as
+    `extern "C" __global__ __aicore__ void entry(...)`.
     host: sources of the host's part, such as the tiling; their `extern "C"` functions are reached
     by `Library.function`.  include: folders for `#include "..."`; the source's own is always one.
     defines: macros.
@@ -46,7 +48,7 @@ def build(
     unit = "".join(
         f"{line}\n"
         for line in [
-            f'#include "{source.resolve()}"',
+            *(f'#include "{file.resolve()}"' for file in (source, *more)),
             '#include "emulator/entry.h"',
             *(f"EMULATOR_ENTRY({entry})" for entry in entries),
             "#pragma GCC visibility push(default)",

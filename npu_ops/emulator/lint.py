@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 NAMES_FILE = Path(__file__).parent / "ascendc_names.txt"
 WORDS_FILE = Path(__file__).parent / "cpp_words.txt"
 INCLUDE = Path(__file__).parent / "include"
+COMPAT = ROOT / "csrc" / "compat.h"
 
 _FORBIDDEN = {
     "std": "std:: does not exist on the device",
@@ -56,11 +57,12 @@ def words_of(file: Path) -> frozenset[str]:
 def problems_of(sources: dict[str, str]) -> list[str]:
     """Return what is wrong with sources that belong together, as `file:line: what`.
 
-    sources: file name -> text. A name that one of them declares may be used in all.
+    sources: file name -> text. A name that one of them or compat.h declares may be used in all.
     """
     texts = {name: _without_comments(text) for name, text in sources.items()}
     own = {name for text in texts.values() for name in _declared(text)}
-    known = own | words_of(NAMES_FILE) | words_of(WORDS_FILE)
+    macros = _declared(_without_comments(COMPAT.read_text(encoding="utf-8")))
+    known = own | macros | words_of(NAMES_FILE) | words_of(WORDS_FILE)
     problems = [problem for name, text in texts.items() for problem in _names(name, text, known)]
     problems += [p for name, text in sources.items() for p in _included(name, text, set(sources))]
     return problems + [f"recursion: {' -> '.join(cycle)}" for cycle in _cycles(texts.values())]

@@ -18,6 +18,7 @@ from npu_ops.emulator.build import build
 from npu_ops.emulator.launch import In, Library, Out, Workspace
 
 ROOT = Path(__file__).parent.parent
+CSRC = ROOT / "csrc"
 
 
 class PackTreeTiling(ctypes.Structure):
@@ -231,7 +232,9 @@ def tree_attention_library(folder: Path = ROOT / "tree_attention") -> Library:
     return build(
         folder / "op_kernel" / "tree_attention.cpp",
         ["tree_attention", "tree_attention_combine"],
+        more=[folder / "op_kernel" / "tree_attention_combine.cpp"],
         host=[folder / "op_host" / "tree_attention_tiling.cpp"],
+        include=[CSRC],
     )
 
 
@@ -284,7 +287,9 @@ def markov_topk_library(folder: Path = ROOT / "markov_topk") -> Library:
     return build(
         folder / "op_kernel" / "markov_topk.cpp",
         ["markov_topk", "markov_topk_merge"],
+        more=[folder / "op_kernel" / "markov_topk_merge.cpp"],
         host=[folder / "op_host" / "markov_topk_tiling.cpp"],
+        include=[CSRC],
     )
 
 
@@ -323,6 +328,7 @@ def pack_tree_library(folder: Path = ROOT / "pack_tree") -> Library:
         folder / "op_kernel" / "pack_tree.cpp",
         ["pack_tree"],
         host=[folder / "op_host" / "pack_tree_tiling.cpp"],
+        include=[CSRC],
     )
 
 

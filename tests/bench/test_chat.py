@@ -2,6 +2,7 @@
 """A conversation by script: history, commands, an interrupt in the middle, a full context."""
 
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -147,6 +148,7 @@ def test_what_does_not_fit_is_refused_before_the_first_question(draft):
         ({"system": "\udcff"}, "--system"),
         ({"budget": 3, "drafter": None}, "--budget 3"),
         ({"max_model_len": 10**6}, "--max-model-len 1000000"),
+        ({"max_model_len": 12}, "--max-tokens 12: allowed: 1..11"),
     ]:
         with pytest.raises(UsageError, match=word):
             run_chat(text_target().path, options.pop("drafter", draft), PARAMS, **options)
@@ -166,3 +168,17 @@ def test_the_command_holds_a_conversation_on_its_standard_streams(draft):
     assert done.stdout.count("acceptance length") == 2
     assert "the conversation starts over" in done.stdout
     assert "\x1b" not in done.stdout
+
+
+def test_a_terminal_that_knows_ascii_alone_takes_and_shows_everything(draft):
+    command = [sys.executable, "-m", "treespark", "chat", str(text_target().path)]
+    done = subprocess.run(
+        [*command, "--drafter", str(draft), "--max-tokens", "60", "--device", "cpu"],
+        input="caf\u00e9 \u4f60\n".encode() + b"half \xe4\xbd\n/quit\n",
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(b"[length: 60 tokens") == 2
+    assert done.stdout.isascii()

@@ -5,9 +5,12 @@ import json
 
 import pytest
 
+from tests.bench.suite_tiny import write_suite
 from tests.http_world import ServerProcess
 from treespark.bench.load import LoadOptions, run_load
 from treespark.bench.load_summary import Outcome, counters_of, summarize_load
+from treespark.bench.suite import run_suite
+from treespark.bench.suite_server import run_server_suite
 from treespark.errors import UsageError
 
 
@@ -143,3 +146,31 @@ def test_a_wrong_option_is_named_before_any_load(prompts, options, words):
     with pytest.raises(UsageError) as caught:
         run_load(LoadOptions(**given))
     assert words in str(caught.value)
+
+
+# ------------------------------------------------------------------ cells of an evaluation
+
+
+def test_a_server_adds_cells_to_an_evaluation(server, tmp_path):
+    methods = [{"name": "treespark", "drafter": "block"}]
+    recipe = write_suite(tmp_path, methods=methods, datasets=[{"name": "gsm8k", "count": 3}])
+    inside = {row.prompt_id: row for row in run_suite(recipe).requests()}
+    run = run_server_suite(recipe, server.url, "treespark", 2)
+    assert [cell.concurrency for cell in run.cells] == [1, 2]
+    assert run.setting.concurrencies == [1, 2]
+    outside = {row.prompt_id: row for row in run.requests() if row.concurrency == 2}
+    assert outside.keys() == inside.keys()
+    for prompt_id, row in outside.items():
+        for name in ("num_prompt_tokens", "num_output_tokens", "num_prefill_tokens"):
+            assert getattr(row, name) == getattr(inside[prompt_id], name)
+        assert row.num_rounds == inside[prompt_id].num_rounds
+        assert 0 <= row.arrival_s <= row.first_token_s <= row.finished_s <= run.cells[1].wall_s
+    # What is there is not measured again.
+    assert run_server_suite(recipe, "http://127.0.0.1:9", "treespark", 2).cells == run.cells
+    # The answers' hashes are not known, so there is nothing to compare.
+    assert len(run_suite(recipe).cells) == 2
+    with pytest.raises(UsageError, match=r"--method dspark: .*run has treespark"):
+        run_server_suite(recipe, server.url, "dspark", 2)
+    write_suite(tmp_path, methods=methods, datasets=[{"name": "gsm8k", "count": 2}])
+    with pytest.raises(UsageError, match=r"dataset gsm8k: .*run was measured on other prompts"):
+        run_server_suite(recipe, server.url, "treespark", 3)

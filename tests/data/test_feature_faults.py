@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Damaged files of a store are named; kills and full disks cost the shard in work and no more."""
 
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from tests.data.features_world import (
     small_shards,
     tapped,
 )
+from treespark.data.feature_identity import Identity
+from treespark.data.feature_store import remove_bad_shards
 from treespark.errors import UsageError
 
 
@@ -49,6 +52,53 @@ def test_a_damaged_shard_is_named_when_it_is_read(filled, target, how):
     checked = list(open_store(filled, target).check_shards())
     assert len(checked) == 3
     assert [shard.path for shard, problem in checked if problem] == [path]
+
+
+@pytest.mark.parametrize("left", [0, 0.3, 0.99])
+def test_a_shard_cut_while_it_is_read_is_named_and_ends_no_process(target, tmp_path, left):
+    # One shard, of which the first row is read before the file is cut, and the last one after it.
+    store = fill(tmp_path, target, ROWS)
+    (path,) = files(tmp_path)
+    size = path.stat().st_size
+    store = open_store(tmp_path, target)
+    first = store.read(ROWS[0])
+    os.truncate(path, int(left * size))
+    with pytest.raises(UsageError, match=rf"{path.name} is damaged .*, should be {size} bytes"):
+        [store.read(row) for row in ROWS]
+    # What was read before is the reader's own.
+    assert all(tensor.isfinite().all() for tensor in first.values())
+
+
+@pytest.mark.parametrize("how", ["payload", "cut", "gone", "list", "list gone", "key", "row"])
+def test_bad_shards_are_removed_and_the_others_stay(filled, target, how):
+    before, path = read_all(filled, target), files(filled)[1]
+    index = path.with_suffix(".json")
+    kept = {p.name for p in filled.iterdir()} - {path.name, index.name}
+    rows = json.loads(index.read_text())
+    if how == "payload":
+        flip(path, path.stat().st_size - 9)
+    elif how == "cut":
+        os.truncate(path, 100)
+    elif how == "gone":
+        path.unlink()
+    elif how == "list":
+        index.write_text("{")
+    elif how == "list gone":
+        index.unlink()
+    else:
+        rows["rows"][0]["key" if how == "key" else "checksum"] = "0" * 8
+        index.write_text(json.dumps(rows))
+    removed = remove_bad_shards(filled, Identity.of(target, "plain"))
+    if how == "list gone":
+        # Files without a list do not count; writers remove them after a while.
+        assert removed == {}
+        path.unlink()
+    else:
+        assert list(removed) == [path.name]
+    assert {p.name for p in filled.iterdir()} == kept
+    fill(filled, target, ROWS)
+    assert all(map(same, read_all(filled, target), before))
+    assert remove_bad_shards(filled, Identity.of(target, "plain")) == {}
 
 
 def test_a_flipped_bit_is_noticed_wherever_in_a_shard_it_is(target, tmp_path):

@@ -15,7 +15,13 @@ import yaml
 from treespark.cli import app
 
 ROOT = Path(__file__).parent.parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "recipes" / "README.md", ROOT / "docs" / "serving.md"]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "recipes" / "README.md",
+    ROOT / "docs" / "serving.md",
+    ROOT / "docs" / "drafters.md",
+    ROOT / "docs" / "benchmarks.md",
+]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Options of pytest that the documents pass through tools/test.sh.
 PYTEST_OPTIONS = {"-m", "-k"}
@@ -215,6 +221,8 @@ def test_python_block_imports_public_names():
 
 def test_recipes_page_lists_every_recipe_and_prompt_file():
     page = (ROOT / "recipes" / "README.md").read_text("utf-8")
+    for path in (ROOT / "recipes" / "bench").glob("*.yaml"):
+        assert path.name in page, f"{path.name} is missing from recipes/README.md"
     for path in (ROOT / "recipes" / "ablations").glob("*.yaml"):
         assert f"`{path.stem.split('-', 2)[2]}`" in page
     for path in [*(ROOT / "recipes").glob("*.yaml"), *(ROOT / "recipes" / "prompts").iterdir()]:

@@ -12,7 +12,14 @@ ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = ["launch/quickstart.sh", "tools/test.sh"]
 SHELL_FILES = [
     path
-    for path in [*ROOT.glob("launch/*.sh"), *ROOT.glob("tools/*.sh"), ROOT / ".ci" / "run"]
+    for path in [
+        *(
+            file
+            for folder in ("launch", "tools", "npu_ops")
+            for file in ROOT.glob(f"{folder}/*.sh")
+        ),
+        ROOT / ".ci" / "run",
+    ]
     if path.exists()
 ]
 # Answers as a Python would; `-m venv DIR` makes DIR with this same file as its python.

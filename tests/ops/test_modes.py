@@ -109,6 +109,28 @@ print(json.dumps(npu_ops.status()))
     assert facts["operators"][0]["devices"]["npu"]["active"] == "reference"
 
 
+def test_library_for_another_torch_is_not_loaded(repository, tmp_path):
+    library = tmp_path / "libtreespark_ops.so"
+    library.write_bytes(b"never read")
+    record = {"soc": "Ascend910B2", "cann": "8.1.RC1", "torch": "1.0.0", "torch_npu": "1.0.0"}
+    library.with_suffix(".json").write_text(json.dumps(record))
+    code = f"""
+import json, pathlib
+from npu_ops import registry
+registry.LIBRARY = pathlib.Path({str(library)!r})
+import npu_ops
+npu_ops.load_library()
+print(json.dumps(npu_ops.status()))
+"""
+    result = python(repository, code)
+    assert result.returncode == 0, result.stderr
+    facts = json.loads(result.stdout)
+    assert facts["reason"].startswith("libtreespark_ops.so is for torch 1.0.0, this is ")
+    assert facts["reason"].endswith(": run bash npu_ops/build.sh again")
+    assert facts["library"] is None
+    assert facts["build"] == record
+
+
 def test_stand_in_on_another_device_is_announced_once(repository):
     # A device of a third kind: the meta device's own key is taken by the fake forms.
     code = """

@@ -3,6 +3,8 @@
 
 import asyncio
 import math
+import re
+import time
 
 import pytest
 
@@ -258,6 +260,7 @@ def test_what_the_server_is_can_be_asked(server):
     assert server.get("/health").status_code == server.get("/ready").status_code == 200
     assert server.get("/version").json()["version"]
     assert server.get("/model_info").json()["is_generation"] is True
+    server.complete(PROMPT, max_tokens=8, ignore_eos=True)
     info = server.get("/server_info").json()
     assert info["internal_states"][0]["avg_spec_accept_length"] >= 1
     schema = server.get("/openapi.json").json()
@@ -286,6 +289,22 @@ def test_metrics_page_counts_what_was_served_under_both_names(server):
     positions = counter("vllm:spec_decode_num_accepted_tokens_per_pos_total")
     assert positions == counter("vllm:spec_decode_num_accepted_tokens_total")
     assert counter("vllm:num_requests_running") == 0
+
+
+def test_a_profiled_server_tells_where_the_time_of_its_rounds_went():
+    with serving(lambda: tiny_engine(profile=True)) as server:
+        start_s = time.perf_counter()
+        server.complete(PROMPT, max_tokens=20, ignore_eos=True)
+        passed_s = time.perf_counter() - start_s
+        page = server.get("/metrics").text
+    pattern = r'^treespark:round_seconds_total\{.*phase="(\w+)"\} (\S+)$'
+    seconds = {name: float(value) for name, value in re.findall(pattern, page, re.MULTILINE)}
+    assert seconds.keys() == {"prefill", "draft", "expand", "verify", "commit", "host"}
+    assert min(seconds.values()) > 0
+    assert sum(seconds.values()) < passed_s
+    (rounds,) = re.findall(r"^treespark:timed_rounds_total\{.*\} (\S+)$", page, re.MULTILINE)
+    assert 4 <= float(rounds) <= 19
+    assert re.search(r"^treespark:free_slots\{.*\} 4.0$", page, re.MULTILINE)
 
 
 def test_a_stream_interval_makes_events_of_equal_size():

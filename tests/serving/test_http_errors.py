@@ -57,7 +57,7 @@ def assert_serves(server):
         ({"temperature": -1}, 400, "temperature"),
         ({"presence_penalty": 0.5}, 400, "presence_penalty"),
         ({"stream": True, "n": 0}, 400, "n"),
-        ({"min_tokens": 5, "max_tokens": 3}, 400, None),
+        ({"min_tokens": 5, "max_tokens": 3}, 400, "min_tokens"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_and_the_next_one_served(

@@ -5,8 +5,16 @@ import time
 
 import pytest
 
+from treespark.errors import UsageError
 from treespark.serving.api_error import ApiError
-from treespark.serving.limits import COUNTS, LENGTHS, MAX_BODY_BYTES, NUMBERS, parse_body
+from treespark.serving.limits import (
+    COUNTS,
+    LENGTHS,
+    MAX_BODY_BYTES,
+    NUMBERS,
+    parse_body,
+    refusal_of,
+)
 from treespark.serving.protocol import (
     LABELS,
     NEUTRAL,
@@ -107,6 +115,31 @@ def test_a_number_is_taken_at_its_bounds_and_refused_beyond(name):
 )
 def test_a_field_out_of_bounds_is_named(field, value):
     assert refusal(lambda: completion(**{field: value})).param == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("temperature", 3, "temperature 3: Input should be less than or equal to 2"),
+        ("n", "2", 'n "2": Input should be a valid integer'),
+        ("seed", 10**40, "seed (over 30 digits): Input should be"),
+        ("stop_token_ids", [-7], "stop_token_ids.0 -7: Input should be greater than or equal to 0"),
+        ("max_tokens", 0, "max_tokens: 0 is allowed only with echo true"),
+        ("prompt", 5, "prompt 5: need text, a list of token ids, or a list of either"),
+        ("prompt", ["a", 1], "prompt 1: need text, a list of token ids, or a list of either"),
+    ],
+)
+def test_a_refusal_names_field_value_and_what_is_allowed(field, value, message):
+    problem = refusal(lambda: prompts_of(completion(**{field: value})))
+    assert problem.message.startswith(message)
+
+
+def test_a_refusal_of_the_engine_is_told_without_its_own_names():
+    problem = refusal_of(UsageError("request 'cmpl-7-0': stop_token_ids 9, allowed: 0..5"))
+    assert (problem.message, problem.param) == ("stop_token_ids 9, allowed: 0..5", "stop_token_ids")
+    problem = refusal_of(UsageError("request 'cmpl-7-0': the prompt is empty"))
+    assert (problem.message, problem.param) == ("prompt is empty", "prompt")
+    assert refusal_of(UsageError("something else")).param is None
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,14 @@ def test_raw_nonsense_on_the_socket_is_refused_and_the_server_lives(server):
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
+def test_it_says_what_it_loads_and_then_where_it_serves(server):
+    lines = server.log.read_text().splitlines()
+    says = [i for i, line in enumerate(lines) if f"loading {tiny().target.path}" in line]
+    (serves,) = [i for i, line in enumerate(lines) if f"serving tiny on {server.url}" in line]
+    assert says == [0]
+    assert serves > 0
+
+
 def test_it_listens_on_the_loopback_address_only(server):
     lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
     addresses = [line.split()[1] for line in lines if line.split()[3] == "0A"]
@@ -188,7 +196,9 @@ def test_an_error_before_the_first_byte_has_its_status_in_a_stream(server):
         json={"prompt": "a", "stream": True, "stop_token_ids": [999]},
     )
     assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == 400
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == (400, "stop_token_ids")
+    assert error["message"].startswith("stop_token_ids 999, allowed: 0..")
 
 
 def test_options_that_cannot_be_are_refused_in_one_line(root):

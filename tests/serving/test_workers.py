@@ -13,6 +13,7 @@ import time
 
 import pytest
 
+from treespark import device as devices
 from treespark.errors import UsageError
 from treespark.serving import router, workers
 from treespark.serving.router import Door, choose_router, haproxy_config, router_command
@@ -203,6 +204,13 @@ def test_a_dry_run_on_a_cpu_shares_the_threads(tmp_path, capsys):
     lines = shown(tmp_path, capsys, device="cpu", workers=2, threads=3, router="none").splitlines()
     assert len(lines) == 2
     assert all("OMP_NUM_THREADS=3" in line for line in lines)
+
+
+def test_a_dry_run_without_a_device_shows_what_a_run_would_take(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv(devices.ENV, raising=False)
+    shown_lines = shown(tmp_path, capsys, workers=1, router="none").splitlines()
+    kind = devices.available_devices()[0]
+    assert f"{devices.ENV}={kind} " in shown_lines[0]
 
 
 def test_a_dry_run_over_other_hosts_starts_only_the_router(tmp_path, capsys):

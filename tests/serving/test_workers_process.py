@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`treespark workers` with HAProxy and real servers: balance, a worker killed, an orderly end."""
+"""`treespark workers` with a real router and real servers: balance, faults, an orderly end.
+
+The outcomes of the faults are printed: `-m slow -k killed`.
+"""
 
 import asyncio
+import collections
 import json
 import os
 import shutil
@@ -9,36 +13,23 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import httpx
 import pytest
 
 from tests.http_world import folders, tiny
-from treespark.serving.serve import bound_socket
+from treespark.bench.running import free_ports
 
-pytestmark = [pytest.mark.slow, pytest.mark.multi]
+pytestmark = [pytest.mark.slow, pytest.mark.multi, pytest.mark.timeout(1200)]
 
-SLOTS = 6
-
-
-def free_ports(number):
-    """So many free ports in a row."""
-    while True:
-        with bound_socket("127.0.0.1", 0) as first:
-            port = first.getsockname()[1]
-        try:
-            socks = [bound_socket("127.0.0.1", port + i) for i in range(number)]
-        except ValueError:
-            continue
-        for sock in socks:
-            sock.close()
-        return port
+SLOTS = 12
 
 
 class Workers:
-    """The command in a process of its own, two workers behind HAProxy."""
+    """The command in a process of its own, two workers behind a router."""
 
-    def __init__(self, root):
+    def __init__(self, root, router="haproxy"):
         target, draft = folders(root)
         self.port = free_ports(3)
         self.url = f"http://127.0.0.1:{self.port}"
@@ -47,13 +38,17 @@ class Workers:
         command = [
             *(sys.executable, "-m", "treespark", "workers", target, "--drafter", draft),
             *("--served-model-name", "tiny", "--dtype", "float32", "--device", "cpu"),
-            *("--workers", "2", "--slots", str(SLOTS), "--threads", "1", "--router", "haproxy"),
+            *("--workers", "2", "--slots", str(SLOTS), "--threads", "1", "--router", router),
             *("--port", str(self.port), "--worker-port", str(self.port + 1)),
-            *("--run-dir", str(self.run_dir), "--queue-timeout", "30"),
+            *("--run-dir", str(self.run_dir), "--queue-timeout", "300"),
         ]
         with self.log.open("wb") as log:
             self.child = subprocess.Popen(command, stdout=log, stderr=log)
-        self.until(lambda: self.status("/ready") == 200, 240)
+        try:
+            self.until(lambda: self.status("/ready") == 200, 600)
+        except BaseException:
+            self.stop()
+            raise
 
     def status(self, path):
         try:
@@ -64,12 +59,23 @@ class Workers:
     def pids(self):
         return json.loads((self.run_dir / "pids.json").read_text())
 
-    def until(self, condition, seconds=120):
+    def until(self, condition, seconds=300):
         end_s = time.monotonic() + seconds
         while not condition():
             assert self.child.poll() is None, self.log.read_text()
             assert time.monotonic() < end_s, self.log.read_text()
             time.sleep(0.1)
+
+    def stop(self):
+        if self.child.poll() is None:
+            self.child.terminate()
+            self.child.wait(90)
+
+    def gauge(self, number, name):
+        """A gauge or counter of one worker."""
+        page = httpx.get(f"http://127.0.0.1:{self.port + 1 + number}/metrics", timeout=30).text
+        (line,) = [line for line in page.splitlines() if line.startswith(f"treespark:{name}{{")]
+        return float(line.rpartition(" ")[2])
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +86,7 @@ def workers(tmp_path_factory):
     try:
         yield made
     finally:
-        if made.child.poll() is None:
-            made.child.terminate()
-            made.child.wait(90)
+        made.stop()
 
 
 def body(number, max_tokens=40):
@@ -93,53 +97,113 @@ def body(number, max_tokens=40):
 
 
 def ask(workers, number, during=None, **fields):
-    """Send so many requests at once; what comes back, or the exception that did."""
+    """Send so many requests at once; what comes back, or the exception that did.
+
+    during: called once every slot of the first worker is taken.
+    """
+
+    async def until_full():
+        while await asyncio.to_thread(workers.gauge, 0, "num_requests_running") < SLOTS:
+            await asyncio.sleep(0.02)
 
     async def all_of_them():
         limits = httpx.Limits(max_connections=200)
-        async with httpx.AsyncClient(timeout=120, limits=limits) as client:
+        async with httpx.AsyncClient(timeout=300, limits=limits) as client:
             posts = [
                 client.post(f"{workers.url}/v1/completions", json=body(i) | fields)
                 for i in range(number)
             ]
             tasks = [asyncio.ensure_future(post) for post in posts]
             if during is not None:
-                await asyncio.sleep(0.5)
+                await asyncio.wait_for(until_full(), 120)
                 during()
             return await asyncio.gather(*tasks, return_exceptions=True)
 
     return asyncio.run(all_of_them())
 
 
-def test_twelve_at_once_and_as_many_that_wait_are_answered_as_alone(workers):
+def outcome(answer):
+    """What a client got: a status, a whole stream, a stream that broke off, or an error."""
+    if isinstance(answer, Exception):
+        return type(answer).__name__
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        return "whole stream" if answer.text.endswith("data: [DONE]\n\n") else "cut stream"
+    return str(answer.status_code)
+
+
+def show(capsys, title, answers):
+    """Print how often each outcome came; return it."""
+    counts = collections.Counter(map(outcome, answers))
+    with capsys.disabled():
+        print(f"\n{title}: {dict(counts)}")
+    return counts
+
+
+def test_all_slots_and_as_many_that_wait_are_answered_as_alone(workers):
     for number, answer in enumerate(ask(workers, 4 * SLOTS)):
         assert answer.status_code == 200, answer.text
         ids = answer.json()["choices"][0]["token_ids"]
         assert ids == tiny().reference(body(number)["prompt"], 40)
-    pages = [httpx.get(f"http://127.0.0.1:{workers.port + 1 + i}/metrics").text for i in range(2)]
-    shares = [float(p.split("treespark:generation_tokens_total{")[1].split()[1]) for p in pages]
-    assert min(shares) > 0
+    assert min(workers.gauge(i, "generation_tokens_total") for i in range(2)) > 0
 
 
-def test_a_killed_worker_leaves_no_request_without_an_outcome_and_comes_back(workers):
+def kill_first(workers):
     victim = workers.pids()["worker-0"]
+    os.kill(victim, signal.SIGKILL)
+    return victim
 
-    def kill():
-        os.kill(victim, signal.SIGKILL)
 
-    plain = ask(workers, 2 * SLOTS, kill, max_tokens=140)
-    # Nothing of a plain answer had been sent: HAProxy asks the other worker.
-    statuses = [getattr(answer, "status_code", repr(answer)) for answer in plain]
-    assert statuses == [200] * (2 * SLOTS)
+def until_back(workers, victim):
     workers.until(lambda: workers.pids().get("worker-0") not in (None, victim))
     workers.until(lambda: httpx_status(workers.port + 1) == 200)
-    victim = workers.pids()["worker-0"]
-    streamed = ask(workers, 2 * SLOTS, kill, max_tokens=140, stream=True)
-    assert len(streamed) == 2 * SLOTS
-    # A stream that had begun breaks off without [DONE], which a client notices.
-    ended = [a for a in streamed if isinstance(a, httpx.Response) and a.text.endswith("[DONE]\n\n")]
-    assert len(ended) >= SLOTS
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
+def test_a_killed_worker_with_twelve_in_flight_leaves_none_without_an_outcome(
+    workers, stream, capsys
+):
+    workers.until(lambda: httpx_status(workers.port + 1) == 200)
+    victims, start_s = [], time.monotonic()
+    answers = ask(
+        workers,
+        2 * SLOTS,
+        lambda: victims.append(kill_first(workers)),
+        max_tokens=140,
+        stream=stream,
+    )
+    seconds = time.monotonic() - start_s
+    title = f"kill -9 with {SLOTS} in flight and {SLOTS} beside, {'stream' if stream else 'plain'}"
+    counts = show(capsys, f"{title}, {seconds:.1f} s", answers)
+    assert counts.total() == 2 * SLOTS
+    if stream:
+        # A stream that had begun breaks off without [DONE], which httpx reports; nothing had been
+        # sent of the others, and HAProxy asked the other worker.
+        assert counts["whole stream"] >= SLOTS
+        assert counts.keys() <= {"whole stream", "RemoteProtocolError"}
+    else:
+        assert counts == {"200": 2 * SLOTS}
+        for number, answer in enumerate(answers):
+            ids = answer.json()["choices"][0]["token_ids"]
+            assert ids == tiny().reference(body(number)["prompt"], 140)
+    until_back(workers, victims[0])
     assert ask(workers, 1)[0].status_code == 200
+
+
+def test_a_killed_router_comes_back_and_the_workers_do_not_notice(workers, capsys):
+    before = workers.pids()
+    left = sum(workers.gauge(i, "requests_aborted_total") for i in range(2))
+    kill = partial(os.kill, before["router"], signal.SIGKILL)
+    counts = show(capsys, "kill -9 of the router", ask(workers, 2 * SLOTS, kill, max_tokens=140))
+    assert counts.total() == 2 * SLOTS
+    assert "200" not in counts
+    workers.until(lambda: workers.status("/ready") == 200)
+    after = workers.pids()
+    assert after["router"] != before["router"]
+    assert {**after, "router": 0} == {**before, "router": 0}
+    # Every request was left by its client, the router, and none holds a slot any more.
+    workers.until(lambda: sum(workers.gauge(i, "free_slots") for i in range(2)) == 2 * SLOTS)
+    assert sum(workers.gauge(i, "requests_aborted_total") for i in range(2)) == left + 2 * SLOTS
+    assert [answer.status_code for answer in ask(workers, 2 * SLOTS)] == [200] * 2 * SLOTS
 
 
 def httpx_status(port):
@@ -185,3 +249,27 @@ def test_a_signal_ends_all_of_it_with_zero(workers):
     for pid in pids.values():
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_sglangs_router_serves_and_takes_a_worker_back(tmp_path, capsys):
+    pytest.importorskip("sglang_router", reason="pip install sglang-router")
+    workers = Workers(tmp_path, "smg")
+    try:
+        answers = ask(workers, 2 * SLOTS)
+        for number, answer in enumerate(answers):
+            ids = answer.json()["choices"][0]["token_ids"]
+            assert ids == tiny().reference(body(number)["prompt"], 40)
+        victim = kill_first(workers)
+        counts = show(capsys, "sglang-router, a worker killed", ask(workers, SLOTS))
+        assert counts == {"200": SLOTS}
+        until_back(workers, victim)
+        served = workers.gauge(0, "generation_tokens_total")
+
+        def is_used_again():
+            ask(workers, 4)
+            return workers.gauge(0, "generation_tokens_total") > served
+
+        workers.until(is_used_again)
+    finally:
+        workers.stop()
+    assert workers.child.returncode == 0

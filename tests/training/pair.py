@@ -28,6 +28,7 @@ def run_pair(root: Path, rows: Path, cases: list[Case]) -> None:
     Where it begins with "killed", the save after step KILLED_AT is first tried on copies of the
     folder, each by a process that dies at another write, and some of the copies are trained on.
     Where it begins with "masked", every other draw counts for nothing, which is all of one rank's.
+    Where it begins with "partitioned", ZeRO 3 spreads small weights, too, as it does large ones.
     """
     target = tiny_world().target.path
     multiprocessing.spawn(_rank, (_free_port(), root, rows, target, cases), nprocs=2)
@@ -55,6 +56,16 @@ def masking_odd_draws(collate: Any) -> Any:
         return batch
 
     return masked
+
+
+def _partition_all(initialize: Any) -> Any:
+    """DeepSpeed's initialize with no weight too small to be spread."""
+
+    def initializing(*, config: dict[str, Any], **options: Any) -> Any:
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return initialize(config=config, **options)
+
+    return initializing
 
 
 def _train_killed(folder: Path, rows: Path, target: Path, changes: dict[str, Any]) -> None:
@@ -92,6 +103,8 @@ def _rank(rank: int, port: int, root: Path, rows: Path, target: Path, cases: lis
     os.environ |= {name: str(value) for name, value in place.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
+    import deepspeed
+
     from treespark.training import loop
 
     distributed.init_process_group("gloo")
@@ -99,11 +112,13 @@ def _rank(rank: int, port: int, root: Path, rows: Path, target: Path, cases: lis
         if name.startswith("killed"):
             _train_killed(root / name, rows, target, changes)
             continue
-        plain = loop.combine, loop.collate
+        plain = loop.combine, loop.collate, deepspeed.initialize
         if name.startswith("poisoned") and rank == 1:
             loop.combine = _poisoned_once(loop.combine)
         if name.startswith("masked"):
             loop.collate = masking_odd_draws(loop.collate)
+        if name.startswith("partitioned"):
+            deepspeed.initialize = _partition_all(deepspeed.initialize)
         loop.train(recipe(root / name, rows, target, **changes))
-        loop.combine, loop.collate = plain
+        loop.combine, loop.collate, deepspeed.initialize = plain
     distributed.destroy_process_group()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints are complete or invisible, and a damaged one is refused by name."""
 
+import json
 import subprocess
 import sys
 
@@ -119,6 +120,13 @@ def test_model_and_optimizer_swapped_with_each_other_are_refused(tmp_path):
     one.write_bytes(two.read_bytes())
     two.write_bytes(content)
     with pytest.raises(UsageError, match=r"model\.safetensors: checksum differs"):
+        checkpoint.load_latest(tmp_path, settings={})
+
+
+def test_a_checkpoint_of_another_format_is_refused_by_its_number_and_what_to_do(tmp_path):
+    path = checkpoint.save(tmp_path, 1, *state(), settings={}, memory={}) / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 7}))
+    with pytest.raises(UsageError, match=r"state.json: format 7, .* reads 1; .*another output.dir"):
         checkpoint.load_latest(tmp_path, settings={})
 
 

@@ -4,6 +4,7 @@
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -146,7 +147,9 @@ def test_the_verbs_build_and_name_bad_shards_with_exit_code_1(tmp_path, capsys, 
     assert f"{shard} is damaged ({len(whole) - 50} bytes, should be {len(whole)} bytes)" in text
     shard.unlink()
     assert "it is missing" in command("build", path)[1]
-    shard.write_bytes(whole)
+    assert command("build", path, "--on-bad-shard", "rebuild")[0] == 0
+    assert [found.name for found in files(tmp_path / "store")] != [shard.name]
+    assert command("verify", path)[0] == 0
     code, text = command("verify", path, "--set", "drafter.target_layer_ids=[1, 2]")
     assert code == 2
     assert "target_layer_ids was [0, 2], now [1, 2]" in text
@@ -157,7 +160,8 @@ def test_the_verbs_build_and_name_bad_shards_with_exit_code_1(tmp_path, capsys, 
     [
         ("store", {"overrides": ["train.seed=1"]}, "--set train.seed=1: only with a recipe"),
         ("empty", {}, r"manifest.json: cannot be read: No such file"),
-        ("gone.yaml", {}, r"gone.yaml: No such file"),
+        ("gone", {"target": Path("any")}, "gone: no such recipe, and no such folder of a feature"),
+        ("gone.yaml", {}, "gone.yaml: no such recipe"),
     ],
 )
 def test_what_cannot_be_verified_is_refused(tmp_path, rows, source, options, message):

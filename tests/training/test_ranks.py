@@ -19,7 +19,8 @@ from treespark.training.ranks import Ranks
 
 STEPS = 4
 BASE = {"max_steps": STEPS, "global_batch": 4, "save_every": 2}
-MATRIX = [(stage, dtype) for dtype in ("float32", "bfloat16") for stage in (0, 1, 2, 3)]
+DTYPES = ("float32", "bfloat16")
+MATRIX = [(stage, dtype) for dtype in DTYPES for stage in (0, 1, 2, 3)]
 # The last case has one micro-batch a step, the others two: both ways to the denominators.
 NAMES = [f"zero{stage}-{dtype}" for stage, dtype in MATRIX]
 LOSSES = ("loss", "ce", "l1", "confidence", "survival", "coverage", "grad_norm")
@@ -42,6 +43,17 @@ def decoding(stage):
     """A run that keeps the drafter that decodes its two held-out rows best."""
     train = {"decode_every": 2, "decode_tokens": 8}
     return changes(stage, **train) | {"data": {"holdout_rows": 2}, "optim": {"lr": 3e-2}}
+
+
+def evaluating(folder, stage, dtype="float32"):
+    """A run that evaluates three held-out rows every step: ranks have one and two."""
+    rows = random_rows(5)
+    for row in rows:
+        # Soon foreseen, so that acceptance is not 1 throughout.
+        row["output_token_ids"] = [7] * len(row["output_token_ids"])
+    held = {"continuations": [write(folder / "same.jsonl", rows)], "holdout_rows": 3}
+    train = {"global_batch": 2, "max_steps": 4, "eval_every": 1}
+    return changes(stage, dtype, **train) | {"data": held, "optim": {"lr": 3e-2}}
 
 
 def three_micro_batches(stage):
@@ -74,6 +86,7 @@ def runs(tmp_path_factory):
     cases += [(f"three{stage}", three_micro_batches(stage)) for stage in (0, 1, 2, 3)]
     cases += [("killed1-every-8", changes(1, save_every=1))]
     cases += [(f"decoding{stage}", decoding(stage)) for stage in (0, 3)]
+    cases += [(f"partitioned-{dtype}", evaluating(root, 3, dtype)) for dtype in DTYPES]
     run_pair(root, rows, cases)
     return root
 
@@ -205,6 +218,22 @@ def test_a_pair_keeps_the_best_drafter_that_one_process_keeps(runs, tmp_path, st
     pair, one = (folder / "best" / "treespark.json" for folder in (runs / f"decoding{stage}",
                                                                    tmp_path / "one"))  # fmt: skip
     assert json.loads(pair.read_text()) == json.loads(one.read_text())
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranks_with_unequal_held_out_rows_evaluate_what_one_process_does(runs, tmp_path, dtype):
+    one = evaluating(tmp_path, 0, dtype)
+    loop.train(recipe(tmp_path / "one", runs / "rows.jsonl", **one))
+    found, expected = (
+        [line for line in read_metrics(folder / "metrics.jsonl") if "acceptance/chain" in line]
+        for folder in (runs / f"partitioned-{dtype}", tmp_path / "one")
+    )
+    assert [line["step"] for line in found] == [0, 1, 2, 3]
+    for ours, theirs in zip(found, expected, strict=True):
+        # In bfloat16 the weights after a few steps differ by rounding, and so some drafts do.
+        assert ours == (theirs if dtype == "float32" else pytest.approx(theirs, rel=0.2))
+    assert found[-1]["acceptance/tree6"] > 1
 
 
 def test_a_zero_stage_without_torchrun_is_refused(tmp_path, monkeypatch):

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import io
 import re
+import sys
 import time
 import unicodedata
 from typing import TYPE_CHECKING
@@ -64,6 +67,17 @@ def run_chat(
         # Every turn begins with all turns before it.
         reuse_prefixes=True,
     )
+    # A prompt of one token is the shortest there is.
+    most = llm.engine.max_model_len - 1
+    if params.max_tokens > most:
+        raise UsageError(
+            f"--max-tokens {params.max_tokens}: allowed: 1..{most}, as conversation and answer "
+            f"share a context of {most + 1} tokens"
+        )
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # An ASCII terminal sends what it does not know as UTF-8, if at all.
+        is_ascii = codecs.lookup(sys.stdin.encoding).name == "ascii"
+        sys.stdin.reconfigure(encoding="utf-8" if is_ascii else None, errors="replace")
     with contextlib.suppress(ImportError):
         # Line editing and history of `input`, where the platform has it.
         import readline  # noqa: F401

@@ -79,23 +79,12 @@ class LoadOptions:
 
 
 def run_load(options: LoadOptions, as_json: bool = False) -> dict[str, Any]:
-    """Send the prompts, print what was measured and return it.
-
-    Raises UsageError, before any load, for a wrong option or file and for a server that cannot be
-    reached or does not serve the model.
-    """
+    """Send the prompts, print or save what was measured and return it. Raises as `measure_load`."""
     metrics, percentiles = _check(options)
-    check_httpx("--base-url", "bench")
-    root = server_address(options.base_url, "--base-url", "http://host:8000")
-    server = Server(f"{root}/v1", key_header(options.api_key_env), 0, "--base-url")
-    model = model_name(server, options.model)
     out = _result_path(options)
     if options.save_result:
         check_file(out, "--result-filename ")
-    load = _Load(options, server, root, model, _prompts(options, server, root))
-    outcomes, seconds, counters = asyncio.run(load.run())
-    result = summarize_load(outcomes, seconds, counters, percentiles)
-    result = _head(options, model) | result
+    result = measure_load(options)
     if options.save_result:
         write_json_atomic(out, result)
     if as_json:
@@ -105,6 +94,38 @@ def run_load(options: LoadOptions, as_json: bool = False) -> dict[str, Any]:
         if options.save_result:
             Console().print(f"written: {out}", markup=False)
     return result
+
+
+def measure_load(options: LoadOptions) -> dict[str, Any]:
+    """Send the prompts and return what was measured.
+
+    Raises UsageError, before any load, for a wrong option or file and for a server that cannot be
+    reached or does not serve the model.
+    """
+    _, percentiles = _check(options)
+    root, server, model = _connect(options)
+    load = _Load(options, server, root, model, _prompts(options, server, root))
+    outcomes, seconds, counters = asyncio.run(load.run())
+    result = summarize_load(outcomes, seconds, counters, percentiles)
+    return _head(options, model) | result
+
+
+def send_prompts(options: LoadOptions, prompts: Sequence[list[int]]) -> tuple[list[Outcome], float]:
+    """Send prompts as token ids; return their outcomes in order, and the seconds it took.
+
+    Raises UsageError for a server that cannot be reached or does not serve the model.
+    """
+    root, server, model = _connect(options)
+    outcomes, seconds, _ = asyncio.run(_Load(options, server, root, model, prompts).run())
+    return outcomes, seconds
+
+
+def _connect(options: LoadOptions) -> tuple[str, Server, str]:
+    """Return the server's address, the server and the model it serves."""
+    check_httpx("--base-url", "bench")
+    root = server_address(options.base_url, "--base-url", "http://host:8000")
+    server = Server(f"{root}/v1", key_header(options.api_key_env), 0, "--base-url")
+    return root, server, model_name(server, options.model)
 
 
 # ------------------------------------------------------------------ options
@@ -224,7 +245,7 @@ class _Load:
         server: Server,
         root: str,
         model: str,
-        prompts: Sequence[str | list[int]],
+        prompts: Sequence[str] | Sequence[list[int]] | Sequence[str | list[int]],
     ) -> None:
         self.options, self.server, self.root, self.model = options, server, root, model
         self.prompts = prompts

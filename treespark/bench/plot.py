@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result of `compare` as bars: output tokens per second, with min..max as whiskers."""
+"""Measured speeds as bars, with min..max as whiskers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from treespark.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 
@@ -20,26 +21,44 @@ def check_matplotlib(verb: str) -> None:
 
 def plot_bars(result: dict[str, Any], path: Path) -> None:
     """Write one group of bars per prompt file and overall; the format is that of path's suffix."""
+    files = result["files"]
+    groups = [*files, "overall"] if len(files) > 1 else files
+    rows = {
+        row["name"]: [row["by_file"].get(g, row["overall"])["tokens_per_s"] for g in groups]
+        for row in result["methods"]
+    }
+    title = (
+        f"{result['dtype']}, batch size {result['batch_size']}, {result['threads']} threads, "
+        f"{result['repeats']} repeats (min..max)"
+    )
+    grouped_bars(path, groups, rows, "output tokens / s, prefill included", title)
+
+
+def grouped_bars(
+    path: Path,
+    groups: Sequence[str],
+    rows: Mapping[str, Sequence[dict[str, float] | None]],
+    label: str,
+    title: str,
+) -> None:
+    """Write bars of medians with min..max as whiskers; the format is that of path's suffix.
+
+    rows: name -> median, min and max in each group, None where there is no bar.
+    """
     from matplotlib.figure import Figure
 
-    files, methods = result["files"], result["methods"]
-    groups = [*files, "overall"] if len(files) > 1 else files
     figure = Figure(figsize=(2.5 + 2.2 * len(groups), 4), layout="constrained")
     axes = figure.subplots()
-    width = 0.85 / len(methods)
-    for number, row in enumerate(methods):
-        parts = [row["by_file"].get(group, row["overall"])["tokens_per_s"] for group in groups]
-        middle = [part["median"] for part in parts]
-        low = [part["median"] - part["min"] for part in parts]
-        high = [part["max"] - part["median"] for part in parts]
-        places = [i + (number - (len(methods) - 1) / 2) * width for i in range(len(groups))]
-        axes.bar(places, middle, width, yerr=[low, high], capsize=2, label=row["name"])
+    width = 0.85 / len(rows)
+    for number, (name, parts) in enumerate(rows.items()):
+        shift = (number - (len(rows) - 1) / 2) * width
+        bars = [(i + shift, part) for i, part in enumerate(parts) if part is not None]
+        places, middle = [place for place, _ in bars], [part["median"] for _, part in bars]
+        low = [part["median"] - part["min"] for _, part in bars]
+        high = [part["max"] - part["median"] for _, part in bars]
+        axes.bar(places, middle, width, yerr=[low, high], capsize=2, label=name)
     axes.set_xticks(range(len(groups)), groups)
-    axes.set_ylabel("output tokens / s, prefill included")
-    axes.set_title(
-        f"{result['dtype']}, batch size {result['batch_size']}, {result['threads']} threads, "
-        f"{result['repeats']} repeats (min..max)",
-        fontsize=9,
-    )
+    axes.set_ylabel(label)
+    axes.set_title(title, fontsize=9)
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=150)

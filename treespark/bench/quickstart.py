@@ -26,7 +26,7 @@ from treespark.recipe import Recipe, load_recipe
 from treespark.serving.llm import LLM, load_pair
 from treespark.target.fetch import fetch
 from treespark.training.loop import train
-from treespark.training.metrics import read_metrics
+from treespark.training.metrics import METRICS, read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +136,7 @@ def _recipe(path: Path, target: Path, data: Path, out: Path, steps: int) -> Reci
         "train.max_steps": steps,
         "train.save_every": steps,
         "train.eval_every": 0,
+        "train.decode_every": 0,
         "output.dir": out.resolve(),
     }
     return load_recipe(path, [f"{key}={value}" for key, value in overrides.items()])
@@ -144,13 +145,13 @@ def _recipe(path: Path, target: Path, data: Path, out: Path, steps: int) -> Reci
 def _clear(out: Path) -> None:
     """Remove what an earlier quickstart trained, and nothing else."""
     for part in ("probe", "run"):
-        if (out / part / "metrics.jsonl").is_file():
+        if (out / part / METRICS).is_file():
             logger.info("replacing %s of an earlier quickstart", out / part)
             shutil.rmtree(out / part)
 
 
 def _steps(folder: Path) -> list[dict[str, Any]]:
-    return [line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
+    return [line for line in read_metrics(folder / METRICS) if "loss" in line]
 
 
 def _loss_table(lines: list[dict[str, Any]]) -> Table:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`treespark report`: one HTML page of a training run, from its metrics and newest checkpoint."""
+"""`treespark report train`: one HTML page of a training run, from its metrics and checkpoint."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from treespark.bench.plot import check_matplotlib
 from treespark.data.jsonl import check_file, write_atomic
 from treespark.errors import UsageError
-from treespark.training.checkpoint import saved_steps
-from treespark.training.metrics import read_metrics
+from treespark.training.checkpoint import saved_steps, step_folder
+from treespark.training.metrics import METRICS, read_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +47,7 @@ def write_training_report(run: Path, out: Path) -> Path:
     """
     check_matplotlib("report")
     check_file(out, "--out ")
-    path = run / "metrics.jsonl"
+    path = run / METRICS
     lines = read_metrics(path)
     steps = [line for line in lines if "loss" in line]
     if not steps:
@@ -128,7 +128,7 @@ def _settings(run: Path) -> dict[str, Any]:
     saved = saved_steps(run)
     if not saved:
         return {}
-    state = run / f"step-{saved[-1]:08d}" / "state.json"
+    state = step_folder(run, saved[-1]) / "state.json"
     return dict(json.loads(state.read_text(encoding="utf-8"))["settings"])
 
 

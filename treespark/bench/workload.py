@@ -25,11 +25,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt as the target sees it.  file: stem of its file.  name: its `id` or file:line."""
+    """One prompt as the target sees it.  file: stem of its file.  name: its `id` or file:line.
+
+    text: what was rendered, None for a prompt given as ids.
+    category: its row's, None where it has none.
+    """
 
     file: str
     name: str
     token_ids: list[int]
+    text: str | None = None
+    category: str | None = None
+
+    @property
+    def domain(self) -> str:
+        """Its category, or the stem of its file."""
+        return self.category or self.file
 
 
 def load_prompts(
@@ -65,7 +76,9 @@ def _read(path: Path, target: TargetModel, count: int | None) -> list[Prompt]:
         ids = render_prompt(tokenizer, turn) if isinstance(turn, str) else turn
         if max(ids, default=0) >= vocab_size:
             raise UsageError(f"{where}: token id {max(ids)}, allowed: 0..{vocab_size - 1}")
-        found.append(Prompt(path.stem, str(row.get("id", where)), ids))
+        text, category = turn if isinstance(turn, str) else None, row.get("category")
+        name, domain = str(row.get("id", where)), category if isinstance(category, str) else None
+        found.append(Prompt(path.stem, name, ids, text, domain))
     return found
 
 

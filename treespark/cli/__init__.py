@@ -10,19 +10,25 @@ from treespark.cli import training  # isort: skip
 from treespark.cli import prompts  # isort: skip
 from treespark.cli import features  # isort: skip
 from treespark.cli import decoding  # isort: skip
+from treespark.cli import drafters  # isort: skip
+from treespark.cli import report  # isort: skip
 from treespark.cli import serving  # isort: skip
 from treespark.cli import load  # isort: skip
+from treespark.cli import suite  # isort: skip
 from treespark.cli import workers  # isort: skip
 from treespark.cli.app import app, main
 
 __all__ = [
     "app",
     "decoding",
+    "drafters",
     "features",
     "load",
     "main",
     "prompts",
+    "report",
     "serving",
+    "suite",
     "training",
     "workers",
 ]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `treespark` command itself: logging, what it says of a mistake, exit codes."""
 
+import errno
+import io
 import json
 import logging
 import os
@@ -100,6 +102,9 @@ def ops(as_json: AsJson = False) -> None:
 
 def _ops_as_text(facts: dict[str, Any]) -> str:
     lines = [f"operators     TREESPARK_OPS={facts['mode']}; {facts['reason'] or facts['library']}"]
+    if facts["build"]:
+        built = ", ".join(f"{name} {value}" for name, value in facts["build"].items())
+        lines.append(f"  library built for {built}")
     for row in facts["operators"]:
         for kind, answer in row["devices"].items():
             why = f": {answer['reason']}" if answer["reason"] else ""
@@ -121,16 +126,51 @@ def _parse_message(problem: Any, args: list[str]) -> str:
 
 
 def main() -> None:
-    """Run the command line; a mistake of the user is one line on stderr and exit code 2."""
+    """Run the command line; a mistake of the user is one line on stderr and exit code 2.
+
+    So is an output that cannot be written, with code 1; of a closed pipe nothing is said.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A character that the terminal's encoding lacks is spelled out and ends no verb.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    code: Any = 1
     try:
-        sys.exit(app(standalone_mode=False) or 0)
+        try:
+            code = _run()
+        except SystemExit as end:
+            code = end.code
+        sys.stdout.flush()
+    except OSError as problem:
+        if not _is_output_broken():
+            raise
+        if problem.errno != errno.EPIPE:
+            typer.echo(f"error: standard output: {problem.strerror}", err=True)
+        code = 1
+    sys.exit(code)
+
+
+def _run() -> int:
+    """Run a verb and say what is wrong with its call; return the exit code."""
+    try:
+        return app(standalone_mode=False) or 0
     except UsageError as problem:
         message = str(problem)
     except _ParseError as problem:
         if not sys.argv[1:]:
             # Called without a verb: the help, as the parser itself shows it.
             problem.show()
-            sys.exit(2)
+            return 2
         message = _parse_message(problem, sys.argv[1:])
     typer.echo(f"error: {' '.join(message.split())}", err=True)
-    sys.exit(2)
+    return 2
+
+
+def _is_output_broken() -> bool:
+    """Whether standard output fails again; if so, give up what waits in its buffer."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # The interpreter would try once more at its end, with a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False

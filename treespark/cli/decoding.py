@@ -194,21 +194,6 @@ def compare(
 
 
 @app.command()
-def report(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of a training run (output.dir).")
-    ],
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Page to write. Default: RUN/report.html.")
-    ] = None,
-) -> None:
-    """Make an HTML page of a training run: losses, depths, acceptance, speed, settings."""
-    from treespark.bench.training_report import write_training_report
-
-    typer.echo(write_training_report(run, run / "report.html" if out is None else out))
-
-
-@app.command()
 def quickstart(
     out: Out = Path("runs/quickstart"),
     minutes: Annotated[float, typer.Option(min=0.1, help="Minutes of training at the end.")] = 2.0,

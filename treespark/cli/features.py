@@ -2,7 +2,7 @@
 """The verbs `features build` and `features verify`: the store of target features."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -15,14 +15,23 @@ app.add_typer(features, name="features")
 
 
 @features.command("build")
-def build_features(recipe: Recipe, overrides: Overrides = None) -> None:
+def build_features(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    on_bad_shard: Annotated[
+        Literal["fail", "rebuild"],
+        typer.Option(
+            help="rebuild: read all shards, and compute the rows of the damaged ones again."
+        ),
+    ] = "fail",
+) -> None:
     """Store the features of a recipe's rows before training; goes on after an interruption."""
     from treespark.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
     from treespark.training.feature_runs import run_build
 
-    typer.echo(run_build(loaded))
+    typer.echo(run_build(loaded, on_bad_shard=on_bad_shard))
 
 
 @features.command("verify")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verb `bench serve`: load on a server, with vLLM's flags."""
+"""The verbs `bench serve`, load on a server with vLLM's flags, and `bench acceptance`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from treespark.cli.app import app
-from treespark.cli.flags import AsJson, Seed
+from treespark.cli.flags import AsJson, Device, Dtype, MaxTokens, Seed, Target
 
-bench = typer.Typer(help="Put load on a server and measure it.", rich_markup_mode=None)
+bench = typer.Typer(help="Measure a server, drafters, or decoding methods.", rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 
 
@@ -92,4 +92,44 @@ def bench_serve(
             result_filename=result_filename,
         ),
         as_json,
+    )
+
+
+@bench.command("acceptance")
+def bench_acceptance(
+    target: Target,
+    drafters: Annotated[
+        list[Path], typer.Option("--drafter", help="Folder of a drafter; repeatable.")
+    ],
+    prompts: Annotated[
+        list[Path], typer.Option("--prompts", help="JSONL file of prompts; repeatable.")
+    ],
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Prompts of each file. Default: all.")
+    ] = None,
+    budget: Annotated[
+        int | None, typer.Option(help="Nodes of the trees. Default: each drafter's config.")
+    ] = None,
+    max_tokens: MaxTokens = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests decoded at a time.")] = 8,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Decode the same prompts with several drafters; acceptance by domain, as chain and tree."""
+    from treespark.bench.acceptance import run_acceptance
+
+    run_acceptance(
+        target,
+        drafters,
+        prompts,
+        num_prompts=num_prompts,
+        budget=budget,
+        batch_size=batch_size,
+        max_tokens=max_tokens,
+        dtype=dtype,
+        device=device,
+        out=out,
+        as_json=as_json,
     )

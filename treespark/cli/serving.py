@@ -84,6 +84,9 @@ def serve(
     metrics_compat: Annotated[
         str, typer.Option(help="vllm or none: vLLM's names in /metrics beside our own.")
     ] = "vllm",
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Phases of a round in /metrics; costs a little speed.")
+    ] = False,
 ) -> None:
     """Serve a target over the OpenAI API; the answers are the same with a drafter and without."""
     from treespark.serving.serve import (
@@ -118,6 +121,7 @@ def serve(
                 "--per-request-spec-decode-metrics", per_request_spec_decode_metrics, "summary"
             ),
             compatible=_either("--metrics-compat", metrics_compat, "vllm"),
+            profile=profile,
         )
     )
 

@@ -139,6 +139,20 @@ def train(
     resume: Annotated[
         Literal["auto", "never"], typer.Option(help="auto: go on from the newest checkpoint.")
     ] = "auto",
+    start_from: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN[@STEP]",
+            help="Begin with a checkpoint of a run that differs only in the weights of losses that "
+            "begin later.",
+        ),
+    ] = None,
+    until: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STEP", help="Stop after this step, or after the `warmup`, with a checkpoint."
+        ),
+    ] = None,
 ) -> None:
     """Train a drafter by a recipe and export it."""
     from treespark.recipe import load_recipe
@@ -146,7 +160,7 @@ def train(
     loaded = load_recipe(recipe, overrides or [])
     from treespark.training.loop import train as run_train
 
-    typer.echo(run_train(loaded, resume=resume))
+    typer.echo(run_train(loaded, resume=resume, start_from=start_from, until=until))
 
 
 @app.command()
@@ -184,27 +198,3 @@ def plan(
         byte_size("--disk", disk),
     )
     run_plan(loaded, machine, rows, mean_tokens, as_json=as_json)
-
-
-@app.command()
-def export(
-    drafter: Annotated[Path, typer.Argument(metavar="DRAFTER", help="Folder of the drafter.")],
-    target: Annotated[Path, typer.Option(help="Folder of its target.")],
-    out: Out,
-) -> None:
-    """Write a drafter with the target's embedding and head in it, in the DeepSpec layout."""
-    from treespark.drafter.auto import load_drafter
-    from treespark.drafter.export import check_destination
-    from treespark.target.model import TargetModel
-
-    check_destination(out, drafter)
-    model = TargetModel.from_pretrained(target, device="cpu")
-    loaded = load_drafter(
-        drafter,
-        model.embed_weight,
-        model.head_weight,
-        target_fingerprint=model.fingerprint,
-        num_target_layers=model.num_layers,
-    )
-    loaded.export_deepspec(out)
-    typer.echo(out)

@@ -56,13 +56,16 @@ class Identity:
         path = folder / MANIFEST
         manifest = read_json(path)
         if manifest.get("format") != FORMAT:
-            found = manifest.get("format")
-            raise UsageError(f"feature store {path}: format {found}, allowed {FORMAT}")
+            raise UsageError(
+                f"feature store {path}: format {manifest.get('format')}, this version of treespark "
+                f"reads {FORMAT}; delete {folder} to compute its rows anew, or use the version "
+                "that wrote it"
+            )
         try:
             identity = cls(**manifest["identity"])
             identity.layout.num_bytes(2, 1)
         except (KeyError, TypeError, AttributeError):
-            raise damaged(path, "not the manifest of a store") from None
+            raise DamagedFileError(path, "not the manifest of a store") from None
         return identity
 
     @property
@@ -85,15 +88,18 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"feature store {path}: cannot be read: {error.strerror}") from None
     except ValueError:
-        raise damaged(path, "not JSON") from None
+        raise DamagedFileError(path, "not JSON") from None
     if not isinstance(value, dict):
-        raise damaged(path, "not an object")
+        raise DamagedFileError(path, "not an object")
     return value
 
 
-def damaged(path: Path, reason: str) -> UsageError:
-    """Return the refusal of a file of the store."""
-    names = path.parent if path.name == MANIFEST else f"{path.stem}.safetensors and .json"
-    return UsageError(
-        f"feature store: {path} is damaged ({reason}); delete {names} to compute its rows anew"
-    )
+class DamagedFileError(UsageError):
+    """The refusal of a file of a store.  path: of that file."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        names = path.parent if path.name == MANIFEST else f"{path.stem}.safetensors and .json"
+        super().__init__(
+            f"feature store: {path} is damaged ({reason}); delete {names} to compute its rows anew"
+        )
+        self.path = path

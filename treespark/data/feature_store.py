@@ -26,13 +26,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from treespark.data.batches import Row
-from treespark.data.feature_identity import FORMAT, MANIFEST, Identity, damaged, read_json
+from treespark.data.feature_identity import (
+    FORMAT,
+    MANIFEST,
+    DamagedFileError,
+    Identity,
+    read_json,
+)
 from treespark.data.feature_rows import Kept, checksum, row_key
 from treespark.data.jsonl import check_folder, write_atomic, write_json_atomic
+from treespark.data.shard_file import ShardFile
 from treespark.errors import UsageError
 from treespark.sizes import readable
 
@@ -42,7 +48,8 @@ if TYPE_CHECKING:
 
 # A shard is held in memory until it is written, and what a kill loses.
 SHARD_BYTES = 1 << 28
-_OPEN_SHARDS = 64
+# Shards whose headers are remembered.
+_HEADERS = 1024
 _STALE_SECONDS = 3600
 # In the headers and the .json of a shard, about.
 _EXTRA_BYTES = 512
@@ -62,7 +69,7 @@ class Shard:
 class _Place:
     """Where a row lies.  starts: first token of it in each tensor, in the layout's order."""
 
-    shard: Path
+    shard: Shard
     id: str
     starts: tuple[int, ...]
     length: int
@@ -85,7 +92,7 @@ class FeatureStore:
         self._pending: dict[str, tuple[Row, Kept]] = {}
         self._pending_bytes = 0
         self._writer, self._num_written = secrets.token_hex(6), 0
-        self._opened = functools.lru_cache(maxsize=_OPEN_SHARDS)(self._open)
+        self._shard_file = functools.lru_cache(maxsize=_HEADERS)(self._open)
         self._listed_ns: int | None = None
         self._check_manifest()
         self.refresh()
@@ -108,7 +115,7 @@ class FeatureStore:
             size = shard.path.stat().st_size if shard.path.is_file() else None
             if size != shard.num_bytes:
                 found = "it is missing" if size is None else f"{size} bytes"
-                raise damaged(shard.path, f"{found}, should be {shard.num_bytes} bytes")
+                raise DamagedFileError(shard.path, f"{found}, should be {shard.num_bytes} bytes")
 
     def check_room(self, needed: int, num_rows: int) -> None:
         """Raise UsageError unless the folder takes files and `needed` more bytes of `num_rows`."""
@@ -136,7 +143,7 @@ class FeatureStore:
     def read(self, row: Row) -> Kept | None:
         """Return what is stored of a row, None where it is not here.
 
-        The file is memory-mapped, and of it only this row is read and checked.
+        Of its file only this row is read and checked.
         """
         key = row_key(row)
         # Asked once: readers run beside a flush.
@@ -148,20 +155,22 @@ class FeatureStore:
     def load(self, key: str) -> tuple[Row, Kept]:
         """Return the row of a key of `shards`, and what is stored of it."""
         place = self._places[key]
-        counts = self.layout.counts(place.length, place.prompt_len)
+        tensors, path = self.layout.tensors(), place.shard.path
+        counts = {
+            name: int(count)
+            for name, count in self.layout.counts(place.length, place.prompt_len).items()
+        }
+        starts = dict(zip(tensors, place.starts, strict=True))
         try:
-            slices = self._opened(place.shard)
-            kept = {
-                name: slices[name][start : start + int(counts[name])]
-                for name, start in zip(self.layout.tensors(), place.starts, strict=True)
-            }
-            dtypes = {name: tensor.dtype for name, tensor in kept.items()}
-            whole = dtypes == {name: dtype for name, (dtype, _) in self.layout.tensors().items()}
-            whole = whole and checksum(kept) == place.checksum
-        except (SafetensorError, OSError, KeyError) as error:
-            raise damaged(place.shard, str(error)) from None
-        if not whole:
-            raise damaged(place.shard, f"checksum of row {place.id} differs")
+            kept = self._shard_file(path, place.shard.num_bytes).read(tensors, starts, counts)
+        except FileNotFoundError:
+            raise DamagedFileError(path, "it is missing") from None
+        except OSError as error:
+            raise DamagedFileError(path, error.strerror or str(error)) from None
+        except ValueError as error:
+            raise DamagedFileError(path, str(error)) from None
+        if checksum(kept) != place.checksum:
+            raise DamagedFileError(path, f"checksum of row {place.id} differs")
         return Row(place.id, kept["tokens"].numpy().astype(np.int64), place.prompt_len), kept
 
     def add(self, row: Row, kept: Kept) -> None:
@@ -249,23 +258,21 @@ class FeatureStore:
                 where = tuple(starts.values())
                 length, prompt = row["length"], row["prompt_len"]
                 places[row["key"]] = _Place(
-                    shard, row["id"], where, length, prompt, row["checksum"]
+                    found, row["id"], where, length, prompt, row["checksum"]
                 )
                 found.keys.append(row["key"])
                 for name, count in self.layout.counts(length, prompt).items():
                     starts[name] += int(count)
         except (KeyError, TypeError, ValueError):
-            raise damaged(index, "not the list of a shard's rows") from None
+            raise DamagedFileError(index, "not the list of a shard's rows") from None
         if owner != self._digest:
             raise UsageError(f"data.store {self.folder}: {index.name} belongs to another store")
         self.shards[index.stem] = found
         for key, place in places.items():
             self._places.setdefault(key, place)
 
-    def _open(self, path: Path) -> dict[str, Any]:
-        """Slices of the tensors of a shard, which read nothing until they are indexed."""
-        file = safe_open(path, framework="pt")
-        return {name: file.get_slice(name) for name in self.layout.tensors()}
+    def _open(self, path: Path, num_bytes: int) -> ShardFile:
+        return ShardFile.open(path, num_bytes, self.layout.tensors())
 
     def check_shards(self) -> Iterator[tuple[Shard, str | None]]:
         """Read every shard once; yield it with what is wrong with it, None for nothing."""
@@ -279,6 +286,45 @@ class FeatureStore:
                 yield shard, None if whole else "sha256 differs"
             except OSError as error:
                 yield shard, str(error.strerror)
+
+    def _problem(self, shard: Shard, problem: str | None) -> str | None:
+        """What is wrong with a shard or its list of rows, of which `problem` is known."""
+        try:
+            own = [key for key in shard.keys if self._places[key].shard is shard]
+            for key in own if problem is None else []:
+                if row_key(self.load(key)[0]) != key:
+                    return f"key of row {self._places[key].id} is another row's"
+        except DamagedFileError as error:
+            return str(error)
+        return problem
+
+
+def remove_bad_shards(folder: Path, identity: Identity) -> dict[str, str]:
+    """Delete the damaged shards of a store; return their names and what was wrong with them.
+
+    All rows are read. What was deleted is computed again by whoever fills the store next. Raises
+    UsageError as `FeatureStore` does, but not for a damaged list of a shard's rows.
+    """
+    removed: dict[str, str] = {}
+
+    def remove(path: Path, reason: str) -> None:
+        removed[path.with_suffix(".safetensors").name] = reason
+        # First what makes it count.
+        for suffix in (".json", ".safetensors"):
+            path.with_suffix(suffix).unlink(missing_ok=True)
+
+    store = None
+    while store is None:
+        try:
+            store = FeatureStore(folder, identity)
+        except DamagedFileError as error:
+            if error.path.name == MANIFEST:
+                raise
+            remove(error.path, str(error))
+    for shard, problem in store.check_shards():
+        if problem := store._problem(shard, problem):
+            remove(shard.path, problem)
+    return removed
 
 
 def _index(shard: Path) -> Path:

@@ -62,6 +62,12 @@ class Drafter(Protocol):
     ) -> Tensor:
         """Return hidden [R, B, H] of one block per request."""
 
+    def base_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [R, B, V] by depth alone, float32."""
+
+    def confidence_logits(self, hidden: Tensor, parent_tokens: Tensor) -> Tensor:
+        """Return logits [R, D] of the drafts' survival; raises UsageError without such a head."""
+
     def node_children(self, hidden: Tensor) -> NodeChildren:
         """Return (depth, parent_tokens [R, W], k) -> k best children, for tree expansion."""
 

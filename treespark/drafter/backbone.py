@@ -64,8 +64,8 @@ class BlockAttention(nn.Module):
         self.k_proj = nn.Linear(rows, kv_size, bias=False)
         self.v_proj = nn.Linear(rows, kv_size, bias=False)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = _head_norm(config)
+        self.k_norm = _head_norm(config)
 
     def project_kv(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """Return rotated keys and values, each [..., Hkv, D], of rows x [..., I]."""
@@ -75,6 +75,12 @@ class BlockAttention(nn.Module):
     def project_query(self, x: Tensor, rope: Rope) -> Tensor:
         """Return rotated queries [..., Hq, D] of rows x [..., I]."""
         return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), rope)
+
+
+def _head_norm(config: DrafterConfig) -> nn.Module:
+    if not config.norms_heads:
+        return nn.Identity()
+    return nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
 
 class BlockLayer(nn.Module):

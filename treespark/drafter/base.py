@@ -8,7 +8,7 @@ DeepSpec checkpoints.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from treespark.errors import UsageError
 from treespark.prepack import prepack_linears
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from typing_extensions import Self
 
     from treespark.drafter.loading import TargetWeights
@@ -41,7 +43,9 @@ class DrafterModel(PreTrainedModel):
         super().__init__(config)
         with torch.device("meta"):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-            self.lm_head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head: nn.Module = nn.Linear(
+                config.hidden_size, config.num_head_rows, bias=False
+            )
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
         self._rotary = RotaryTable(config.head_dim, config.rope_theta)
 
@@ -74,7 +78,14 @@ class DrafterModel(PreTrainedModel):
         return drafter
 
     def attach_target(self, embed_weight: Tensor, head_weight: Tensor) -> None:
-        """Use the target's embedding and head [V, H], sharing their storage, without gradients."""
+        """Use the target's embedding and head [V, H], sharing their storage, without gradients.
+
+        Raises `UsageError` on a size mismatch and for a drafter that has a head of its own.
+        """
+        if self.config.has_own_head:
+            raise UsageError(
+                "drafter config: draft_vocab_size is set; a new drafter uses the target's head"
+            )
         expected = (self.config.vocab_size, self.config.hidden_size)
         for name, weight in (("embedding", embed_weight), ("head", head_weight)):
             if tuple(weight.shape) != expected:
@@ -122,6 +133,31 @@ class DrafterModel(PreTrainedModel):
 
         save_deepspec(self, Path(folder), dtype)
 
+    # ------------------------------------------------------------------ context
+
+    def extend_context(
+        self,
+        cache: Any,
+        slot: int,
+        start: int,
+        features: Tensor,
+        token_ids: Tensor | None = None,
+    ) -> None:
+        """Append context rows start..start+n-1 of one slot, from features [n, m*H]."""
+        self.extend_contexts(cache, [slot], [start], [features.shape[0]], features, token_ids)
+
+    def extend_contexts(
+        self,
+        cache: Any,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        features: Tensor,
+        token_ids: Tensor | None = None,
+    ) -> None:
+        """Append context rows of several slots in one pass; every drafter has its own way."""
+        raise NotImplementedError
+
     # ------------------------------------------------------------------ rows and logits
 
     @property
@@ -142,3 +178,7 @@ class DrafterModel(PreTrainedModel):
     def base_logits(self, hidden: Tensor) -> Tensor:
         """Return logits without the Markov bias, [..., V] float32, from hidden [..., H]."""
         return self.lm_head(hidden.to(self.embed_tokens.weight.dtype)).float()
+
+    def confidence_logits(self, hidden: Tensor, parent_tokens: Tensor) -> Tensor:
+        """Return the confidence head's logits [...]; raises UsageError: there is none here."""
+        raise UsageError(f"a drafter of model_type {self.config.model_type!r} has no confidence")

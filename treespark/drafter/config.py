@@ -99,6 +99,21 @@ class DrafterConfig(PretrainedConfig):
         """Why this drafter has no trees, as field and value; None if it has."""
         return None
 
+    @property
+    def norms_heads(self) -> bool:
+        """Whether every query and key head is normed."""
+        return True
+
+    @property
+    def num_head_rows(self) -> int:
+        """Rows of the output head."""
+        return self.vocab_size
+
+    @property
+    def has_own_head(self) -> bool:
+        """Whether the output head is the drafter's own, not the target's."""
+        return False
+
     def check(self) -> None:
         """Raise `UsageError` naming the first field whose value cannot work."""
         _check_sizes(self)

@@ -33,12 +33,19 @@ class Eagle3Config(DrafterConfig):
     """Sizes of an `Eagle3Drafter`; `block_size` is the number of its steps, DeepSpec's ttt_length.
 
     step_loss_decay: weight of a step's loss over that of the step before, as it was trained.
+    qk_norm: whether query and key heads are normed, as in Qwen3; in Llama they are not.
+    norm_before_residual: the residual is the normed hidden state instead of the plain one.
+    draft_vocab_size: rows of a head of the drafter's own, whose row i stands for token i + d2t[i];
+    None uses the target's head.
     """
 
     model_type = "treespark_eagle3"
 
     num_hidden_layers: int = 1
     step_loss_decay: float = 0.8
+    qk_norm: bool = True
+    norm_before_residual: bool = False
+    draft_vocab_size: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Fill the derived defaults, then check every field."""
@@ -61,9 +68,25 @@ class Eagle3Config(DrafterConfig):
         """See DrafterConfig: a token's hidden state depends on its whole path."""
         return f"model_type {self.model_type!r}"
 
+    @property
+    def norms_heads(self) -> bool:
+        """See DrafterConfig."""
+        return self.qk_norm
+
+    @property
+    def num_head_rows(self) -> int:
+        """See DrafterConfig."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+
+    @property
+    def has_own_head(self) -> bool:
+        """See DrafterConfig."""
+        return self.draft_vocab_size is not None
+
     def check(self) -> None:
         """See DrafterConfig."""
         super().check()
+        _check_eagle3_options(self)
         if self.num_hidden_layers != 1:
             raise UsageError(
                 f"drafter config: num_hidden_layers is {self.num_hidden_layers!r}; an EAGLE-3 "
@@ -76,11 +99,28 @@ class Eagle3Config(DrafterConfig):
             )
 
 
+def _check_eagle3_options(config: Eagle3Config) -> None:
+    for field in ("qk_norm", "norm_before_residual"):
+        if not isinstance(getattr(config, field), bool):
+            raise UsageError(
+                f"drafter config: {field} is {getattr(config, field)!r}; true or false is needed"
+            )
+    rows = config.draft_vocab_size
+    if rows is not None and (
+        not isinstance(rows, int) or isinstance(rows, bool) or not 1 <= rows <= config.vocab_size
+    ):
+        raise UsageError(
+            f"drafter config: draft_vocab_size is {rows!r}; null or 1..{config.vocab_size} "
+            "(vocab_size) is needed"
+        )
+
+
 class Eagle3Layer(nn.Module):
     """A decoder layer whose attention reads embedding and hidden state side by side."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
+        self.norm_before_residual = config.norm_before_residual
         size, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn = BlockAttention(config)
         self.mlp = Qwen3MLP(config)
@@ -100,7 +140,8 @@ class Eagle3Layer(nn.Module):
         """Return hidden [..., H] after attention (done by `attend`) and MLP, not normed."""
         attention, rows = self.self_attn, self.attention_input(hidden, embedded)
         out = attend(attention.project_query(rows, rope), attention.project_kv(rows, rope))
-        hidden = hidden + attention.o_proj(out.flatten(-2))
+        residual = self.hidden_norm(hidden) if self.norm_before_residual else hidden
+        hidden = residual + attention.o_proj(out.flatten(-2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -143,6 +184,8 @@ class Eagle3Drafter(DrafterModel):
         super().__init__(config)
         self.layers = nn.ModuleList([Eagle3Layer(config)])
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.has_own_head:
+            self.register_buffer("d2t", torch.zeros(config.num_head_rows, dtype=torch.long))
         self.finish_init()
 
     @property
@@ -155,6 +198,15 @@ class Eagle3Drafter(DrafterModel):
     def fuse(self, features: Tensor) -> Tensor:
         """Return [..., H] from features [..., m*H]; no norm follows."""
         return self.fc(features.to(self.compute_dtype))
+
+    def base_logits(self, hidden: Tensor) -> Tensor:
+        """See DrafterModel; -inf for tokens that a head of the drafter's own does not have."""
+        if not self.config.has_own_head:
+            return super().base_logits(hidden)
+        drafted = self.lm_head(hidden).float()
+        logits = drafted.new_full((*hidden.shape[:-1], self.config.vocab_size), float("-inf"))
+        logits[..., head_tokens(self.d2t)] = drafted
+        return logits
 
     # ------------------------------------------------------------------ training
 
@@ -199,17 +251,6 @@ class Eagle3Drafter(DrafterModel):
         """Return an empty context cache in the backbone's dtype and device."""
         device = self.embed_tokens.weight.device
         return Eagle3Cache(self.config, num_slots, max_len, device, self.compute_dtype)
-
-    def extend_context(
-        self,
-        cache: Eagle3Cache,
-        slot: int,
-        start: int,
-        features: Tensor,
-        token_ids: Tensor | None = None,
-    ) -> None:
-        """`extend_contexts` for one slot."""
-        self.extend_contexts(cache, [slot], [start], [features.shape[0]], features, token_ids)
 
     @torch.no_grad()
     def extend_contexts(
@@ -294,6 +335,11 @@ class Eagle3Drafter(DrafterModel):
         """
         logits = self.base_logits(hidden)
         return logits.argmax(-1), logits
+
+
+def head_tokens(d2t: Tensor) -> Tensor:
+    """Return the token of every row of a head [rows] int64, from its offsets d2t [rows]."""
+    return torch.arange(len(d2t), device=d2t.device) + d2t
 
 
 def _rows_at(table: Tensor, positions: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from treespark.drafter.base import DrafterModel
 from treespark.drafter.config import DrafterConfig, TreeSparkConfig
 from treespark.drafter.config_json import DEEPSPEC, DEEPSPEC_EAGLE3, layout_of
 from treespark.drafter.eagle3 import Eagle3Config
-from treespark.drafter.loading import FROZEN_KEYS, WEIGHTS_NAME
+from treespark.drafter.loading import WEIGHTS_NAME, frozen_keys
 from treespark.errors import UsageError
 
 
@@ -31,11 +31,12 @@ def save_own(drafter: DrafterModel, folder: Path, dtype: torch.dtype | None = No
     dtype: stored dtype, default that of the weights. Raises `UsageError` if `folder` exists and is
     not a drafter folder.
     """
-    tensors = {k: t for k, t in drafter.state_dict().items() if k not in FROZEN_KEYS}
-    tensors = _storable(tensors, dtype)
+    left_out = frozen_keys(drafter.config)
+    tensors = {k: t for k, t in drafter.state_dict().items() if k not in left_out}
+    tensors = storable(tensors, dtype)
     config = json.loads(drafter.config.to_json_string())
     config["architectures"] = [type(drafter).__name__]
-    config["dtype"] = _dtype_name(tensors)
+    config["dtype"] = dtype_name(tensors)
     write_folder(folder, config, tensors)
 
 
@@ -46,22 +47,19 @@ def save_deepspec(drafter: DrafterModel, folder: Path, dtype: torch.dtype | None
     `save_own` does.
     """
     fields = deepspec_config(drafter.config)
-    tensors = _storable(dict(drafter.state_dict()), dtype)
-    write_folder(folder, {**fields, "dtype": _dtype_name(tensors)}, tensors)
+    tensors = storable(dict(drafter.state_dict()), dtype)
+    write_folder(folder, {**fields, "dtype": dtype_name(tensors)}, tensors)
 
 
-def deepspec_config(config: DrafterConfig) -> dict[str, Any]:
-    """Return the fields of a DeepSpec config.json: a Qwen3 config plus the drafter's own fields.
-
-    Raises `UsageError` where the format has no field for what the drafter is.
-    """
+def plain_fields(config: DrafterConfig) -> dict[str, Any]:
+    """Return the fields of a config.json that all projects read: a Qwen3 config and the taps."""
     copied = (
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
         "num_key_value_heads head_dim hidden_act rms_norm_eps max_position_embeddings "
         "initializer_range target_layer_ids num_target_layers tie_word_embeddings"
     )
     fields: dict[str, Any] = {name: getattr(config, name) for name in copied.split()}
-    fields |= {
+    return fields | {
         "model_type": "qwen3",
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -71,7 +69,23 @@ def deepspec_config(config: DrafterConfig) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
     }
+
+
+def deepspec_config(config: DrafterConfig) -> dict[str, Any]:
+    """Return the fields of a DeepSpec config.json: a Qwen3 config plus the drafter's own fields.
+
+    Raises `UsageError` where the format has no field for what the drafter is.
+    """
+    fields = plain_fields(config)
     if isinstance(config, Eagle3Config):
+        for field, value in (("qk_norm", True), ("norm_before_residual", False)):
+            if getattr(config, field) is not value:
+                raise UsageError(f"{field} is {not value}: DeepSpec's EAGLE-3 has it {value}")
+        if config.has_own_head:
+            raise UsageError(
+                f"draft_vocab_size is {config.draft_vocab_size}: DeepSpec's EAGLE-3 has the "
+                "target's head"
+            )
         return fields | _deepspec_eagle3_fields(config)
     assert isinstance(config, TreeSparkConfig)
     return fields | _deepspec_block_fields(config)
@@ -101,12 +115,13 @@ def _deepspec_block_fields(config: TreeSparkConfig) -> dict[str, Any]:
     return fields
 
 
-def _storable(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Detached CPU tensors that share no storage: a tied embedding and head are stored twice."""
+def storable(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Return detached CPU tensors that share no storage: a tied table is stored twice."""
     out: dict[str, Tensor] = {}
     seen: set[int] = set()
     for key, tensor in tensors.items():
-        stored = tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype).contiguous()
+        kept = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+        stored = tensor.detach().to(device="cpu", dtype=kept).contiguous()
         if stored.data_ptr() in seen:
             stored = stored.clone()
         seen.add(stored.data_ptr())
@@ -114,7 +129,8 @@ def _storable(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str
     return out
 
 
-def _dtype_name(tensors: dict[str, Tensor]) -> str:
+def dtype_name(tensors: dict[str, Tensor]) -> str:
+    """Return the name of the weights' dtype, as config.json files spell it."""
     return str(tensors["fc.weight"].dtype).removeprefix("torch.")
 
 

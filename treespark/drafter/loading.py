@@ -18,7 +18,23 @@ from torch import Tensor
 
 from treespark.drafter.base import DrafterModel
 from treespark.drafter.config import DrafterConfig
-from treespark.drafter.config_json import WITH_TARGET, read_config, read_json, refusal
+from treespark.drafter.config_json import (
+    DEEPSPEC,
+    DEEPSPEC_EAGLE3,
+    LLAMA_EAGLE3,
+    OWN,
+    OWN_EAGLE3,
+    SPECULATORS,
+    VLLM_EAGLE3,
+    read_config,
+)
+from treespark.drafter.foreign_tensors import (
+    check_d2t,
+    equal_when_rounded,
+    settle_vocabulary,
+    to_own_names,
+)
+from treespark.drafter.json_fields import read_json, refusal
 from treespark.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -27,6 +43,10 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 FROZEN_KEYS = ("embed_tokens.weight", "lm_head.weight")
+# Layouts whose folders hold the target's embedding and head, both or neither.
+_WITH_TARGET = (DEEPSPEC, DEEPSPEC_EAGLE3)
+# Layouts whose folders may hold either.
+_MAY_HOLD = (LLAMA_EAGLE3, VLLM_EAGLE3, SPECULATORS)
 
 
 Loaded = TypeVar("Loaded", bound=DrafterModel)
@@ -49,34 +69,64 @@ def load_folder(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    keep_dtypes: bool = False,
+    skip_code: bool = False,
 ) -> Loaded:
     """Return the drafter stored in `folder`, in evaluation mode.
 
     classes: the drafters that may come, by their config. dtype and device default to the target's
-    embedding, without a target to what is stored and the CPU. Folders without embedding and head
-    need `target`. Raises `UsageError` on any mismatch.
+    embedding, without a target to what is stored and the CPU. keep_dtypes: the stored dtypes count
+    with a target, too. Folders without embedding and head need `target`. skip_code: see
+    `read_config`. Raises `UsageError` on any mismatch.
     """
-    config, layout = read_config(folder, None if target is None else target.num_layers)
+    num_layers = None if target is None else target.num_layers
+    config, layout = read_config(folder, num_layers, skip_code=skip_code)
     if type(config) not in classes:
         allowed = " or ".join(sorted(kind.model_type for kind in classes))
         raise refusal(folder, "model_type", config.model_type, f"need a drafter of {allowed}")
     if target is not None:
         check_target(folder, config, target)
-        dtype = dtype or target.embed_weight.dtype
+        dtype = dtype or (None if keep_dtypes else target.embed_weight.dtype)
         device = device if device is not None else target.embed_weight.device
-    tensors = read_tensors(folder)
+    tensors = read_weights(folder, config, layout, target)
     with torch.device("meta"):
         drafter = classes[type(config)](config)
     check_tensors(folder, drafter, tensors, layout)
-    frozen = _frozen_tensors(folder, tensors, target)
+    frozen = _frozen_tensors(folder, config, tensors, target)
     tensors = {
         key: frozen[key].to(device=device)
-        if key in FROZEN_KEYS
-        else tensors[key].to(device=device, dtype=dtype)
+        if key in frozen
+        else tensors[key].to(device=device, dtype=_stored_as(tensors[key], dtype))
         for key in drafter.state_dict()
     }
     drafter.load_state_dict(tensors, strict=True, assign=True)
     return drafter.eval()
+
+
+def read_weights(
+    folder: Path, config: DrafterConfig, layout: str, target: TargetWeights | None = None
+) -> dict[str, Tensor]:
+    """Return a folder's tensors by our names, before they are compared with its config.
+
+    Settles in `config` whether an EAGLE-3 drafter has a head of its own. Raises `UsageError` for
+    files that cannot be read and a wrong vocabulary map.
+    """
+    tensors = to_own_names(folder, layout, read_tensors(folder))
+    if layout not in (OWN, OWN_EAGLE3):
+        settle_vocabulary(folder, config, tensors, None if target is None else target.head_weight)
+    elif "d2t" in tensors and config.has_own_head:
+        rows, vocab_size = config.num_head_rows, config.vocab_size
+        tensors["d2t"] = check_d2t(folder, tensors["d2t"], rows, vocab_size)
+    return tensors
+
+
+def frozen_keys(config: DrafterConfig) -> tuple[str, ...]:
+    """Return the names of the tensors that are the target's."""
+    return FROZEN_KEYS[:1] if config.has_own_head else FROZEN_KEYS
+
+
+def _stored_as(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 # ---------------------------------------------------------------------- target and tensors
@@ -84,6 +134,12 @@ def load_folder(
 
 def check_target(folder: Path, config: DrafterConfig, target: TargetWeights) -> None:
     """Raise `UsageError` unless the drafter was made for a target of this shape and identity."""
+    for field, ours, theirs in misfits(config, target):
+        raise refusal(folder, field, ours, f"the target has {theirs!r}: another target model")
+
+
+def misfits(config: DrafterConfig, target: TargetWeights) -> list[tuple[str, object, object]]:
+    """Return (field, drafter's value, target's value) of everything in which they differ."""
     vocab_size, hidden_size = target.embed_weight.shape
     pairs: list[tuple[str, object, object]] = [
         ("vocab_size", config.vocab_size, vocab_size),
@@ -93,9 +149,7 @@ def check_target(folder: Path, config: DrafterConfig, target: TargetWeights) -> 
         pairs.append(("num_target_layers", config.num_target_layers, target.num_layers))
     if target.fingerprint is not None and config.target_fingerprint is not None:
         pairs.append(("target_fingerprint", config.target_fingerprint, target.fingerprint))
-    for field, ours, theirs in pairs:
-        if ours != theirs:
-            raise refusal(folder, field, ours, f"the target has {theirs!r}: another target model")
+    return [(field, ours, theirs) for field, ours, theirs in pairs if ours != theirs]
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -109,7 +163,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         if pickles:
             raise UsageError(
                 f"drafter {folder}: {pickles[0]} is a pickle file, which can run code and is never "
-                f"opened; convert it to {WEIGHTS_NAME}"
+                f"opened; convert it to {WEIGHTS_NAME} where it is trusted: load it there with "
+                "torch.load(..., weights_only=True), write it with safetensors.torch.save_file"
             )
         raise UsageError(f"drafter {folder}: {WEIGHTS_NAME} is missing")
     tensors: dict[str, Tensor] = {}
@@ -141,13 +196,15 @@ def check_tensors(
 ) -> None:
     """Raise `UsageError` unless names and shapes are those the config asks for, all values finite.
 
-    Embedding and head must be absent in our own and z-lab folders; in DeepSpec folders both or
-    neither are there.
+    Embedding and head of the target must be absent in our own and DFlash folders; in DeepSpec
+    folders both or neither are there, in others either may be.
     """
     expected = {key: tuple(t.shape) for key, t in drafter.state_dict().items()}
-    stored = [key for key in FROZEN_KEYS if key in tensors]
-    if layout not in WITH_TARGET or not stored:
-        expected = {key: shape for key, shape in expected.items() if key not in FROZEN_KEYS}
+    frozen = frozen_keys(drafter.config)
+    stored = [key for key in frozen if key in tensors]
+    left_out = [key for key in frozen if layout not in _MAY_HOLD or key not in stored]
+    if layout not in _WITH_TARGET or not stored:
+        expected = {key: shape for key, shape in expected.items() if key not in left_out}
     for word, names in (
         ("missing", expected.keys() - tensors.keys()),
         ("unexpected", tensors.keys() - expected.keys()),
@@ -165,6 +222,8 @@ def check_tensors(
                 f"drafter {folder}: {key} is {list(found)}, config.json asks for "
                 f"{list(shape)}{hint}"
             )
+        if key == "d2t":
+            continue
         if not tensors[key].is_floating_point():
             raise UsageError(f"drafter {folder}: {key} holds {tensors[key].dtype}, need floats")
         if not tensors[key].sum(dtype=torch.float32).isfinite():
@@ -172,19 +231,20 @@ def check_tensors(
 
 
 def _frozen_tensors(
-    folder: Path, tensors: dict[str, Tensor], target: TargetWeights | None
+    folder: Path, config: DrafterConfig, tensors: dict[str, Tensor], target: TargetWeights | None
 ) -> dict[str, Tensor]:
     """Embedding and head: the target's if the folder has none or equal ones, else the folder's."""
+    keys = frozen_keys(config)
     if target is None:
-        if any(key not in tensors for key in FROZEN_KEYS):
+        if any(key not in tensors for key in keys):
             raise UsageError(
                 f"drafter {folder}: it has no embed_tokens and lm_head; load it with its target"
             )
-        return {key: tensors[key] for key in FROZEN_KEYS}
+        return {key: tensors[key] for key in keys}
     frozen = {}
-    for key, weight in zip(FROZEN_KEYS, (target.embed_weight, target.head_weight), strict=True):
+    for key, weight in zip(keys, (target.embed_weight, target.head_weight), strict=False):
         stored = tensors.get(key)
-        if stored is None or _equal_when_rounded(stored, weight):
+        if stored is None or equal_when_rounded(stored, weight):
             frozen[key] = weight.detach()
             continue
         logger.warning(
@@ -195,8 +255,3 @@ def _frozen_tensors(
         )
         frozen[key] = stored.to(weight.dtype)
     return frozen
-
-
-def _equal_when_rounded(stored: Tensor, weight: Tensor) -> bool:
-    """Whether the tensors agree in the coarser of their two dtypes."""
-    return torch.equal(stored.to(weight), weight) or torch.equal(weight.to(stored), stored)

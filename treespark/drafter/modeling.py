@@ -88,17 +88,6 @@ class TreeSparkDrafter(DrafterModel):
             self.config, num_slots, max_len, self.embed_tokens.weight.device, self.compute_dtype
         )
 
-    def extend_context(
-        self,
-        cache: DraftCache,
-        slot: int,
-        start: int,
-        features: Tensor,
-        token_ids: Tensor | None = None,
-    ) -> None:
-        """Write context rows start..start+n-1 of a slot from features [n, m*H]."""
-        self.extend_contexts(cache, [slot], [start], [features.shape[0]], features, token_ids)
-
     @torch.no_grad()
     def extend_contexts(
         self,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from treespark.errors import UsageError
 from treespark.serving.api_error import ApiError
+from treespark.serving.limits import refusal_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -276,7 +277,7 @@ class AsyncEngine:
         try:
             engine.add(request)
         except UsageError as problem:
-            self._tell(partial(self._refuse, request.request_id, ApiError(400, str(problem))))
+            self._tell(partial(self._refuse, request.request_id, refusal_of(problem)))
 
     def _answer(
         self, future: asyncio.Future[Any], function: Callable[[Engine], Any], engine: Engine
@@ -284,7 +285,7 @@ class AsyncEngine:
         try:
             result = function(engine)
         except UsageError as problem:
-            self._tell(partial(_set_exception, future, ApiError(400, str(problem))))
+            self._tell(partial(_set_exception, future, refusal_of(problem)))
         else:
             self._tell(partial(_set_result, future, result))
 

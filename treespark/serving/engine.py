@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from treespark.drafter.auto import drafted_children
+from treespark.drafter.growing import Growth
 from treespark.serving.accept import Accepted, accept
 from treespark.serving.checks import (
     check_drafter,
@@ -39,7 +39,6 @@ from treespark.serving.speculation import SpeculationControl
 from treespark.serving.stats import EngineStats, Totals
 from treespark.target.model import Segment
 from treespark.tree.packed import PackedTree
-from treespark.tree.policy import expand_children, pack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,8 +62,8 @@ class Engine:
     drafter None decodes autoregressively. policy None takes the drafter's own. speculation: one of
     the modes of `SpeculationControl` in place of the policy's budget. max_model_len bounds prompt
     plus output (None = the target's context). Each step prefills at most `prefill_chunk` prompt
-    tokens. reuse_prefixes: see `treespark.serving.prefixes`. `propose` replaces drafting. `profile`
-    turns `clock` on. Set `on_round` to watch the rounds.
+    tokens. reuse_prefixes: see `treespark.serving.prefixes`. growth: None grows TreeSpark's trees.
+    `propose` replaces drafting. `profile` turns `clock` on. Set `on_round` to watch the rounds.
     Raises UsageError for a drafter or policy that does not fit.
     """
 
@@ -79,6 +78,7 @@ class Engine:
         max_model_len: int | None = None,
         prefill_chunk: int = 512,
         reuse_prefixes: bool = False,
+        growth: Growth | None = None,
         propose: Propose | None = None,
         profile: bool = False,
     ) -> None:
@@ -93,6 +93,9 @@ class Engine:
         self.prefill_chunk, self.reuse_prefixes = prefill_chunk, reuse_prefixes
         check_sizes(target, max_num_seqs, self.max_model_len, prefill_chunk)
         check_drafter(target, drafter, self.policy, speculation)
+        self.growth = growth or Growth()
+        if drafter is not None:
+            self.growth.check(drafter, self.policy)
         self.tokenizer = text_tokenizer(target)
         self.scheduler = Scheduler(max_num_seqs)
         self.totals = Totals(num_accepted_per_position=[0] * self.policy.depth)
@@ -145,6 +148,8 @@ class Engine:
             num_free_slots=len(slots) - len(held),
             kv_usage=sum(held) / (len(slots) * self.max_model_len),
             tree_budget=self.policy.budget,
+            phase_s=dict(self.clock.seconds) if self.clock.enabled else None,
+            num_timed_rounds=self.clock.num_rounds,
             **dataclasses.asdict(self.totals),
         )
 
@@ -298,10 +303,8 @@ class Engine:
         assert self.drafter is not None
         hidden = self.drafter.draft_block(self.context, batch.slots, batch.lengths, batch.anchors)
         self.clock.mark("draft")
-        children = drafted_children(self.drafter, hidden, batch.anchors)
-        pool = expand_children(children, batch.anchors, policy)
         limits = torch.tensor(batch.max_depths, device=batch.anchors.device)
-        tree = pack(pool, policy.budget, limits)
+        _, tree = self.growth.grow(self.drafter, hidden, batch.anchors, policy, limits)
         self.clock.mark("expand")
         return tree
 

@@ -106,7 +106,8 @@ class Guard:
             if name != b"content-length":
                 continue
             if not value.isdigit():
-                raise ApiError(400, "headers: Content-Length is no number")
+                shown = value[:30].decode("latin-1")
+                raise ApiError(400, f"headers: Content-Length {shown}: need a whole number")
             if len(value) > 12 or int(value) > MAX_BODY_BYTES:
                 raise _too_large()
         try:

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from treespark.serving.api_error import ApiError
+
+if TYPE_CHECKING:
+    from treespark.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,13 @@ def parse_body(body: bytes) -> dict[str, Any]:
     if "\\u" in text:
         _check_surrogates(value)
     return value
+
+
+def refusal_of(problem: UsageError) -> ApiError:
+    """Return the 400 of a request that the engine or its parameters refuse; names the field."""
+    message = re.sub(r"^request '[^']*': (the )?", "", str(problem))
+    field = message.partition(" ")[0]
+    return ApiError(400, message, field if field in {**NUMBERS, **COUNTS} else None)
 
 
 def _malformed(reason: str) -> ApiError:

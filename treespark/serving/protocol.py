@@ -5,6 +5,7 @@
 asks for what happens anyway (`NEUTRAL`) or it is a label that changes no answer (`LABELS`).
 """
 
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
@@ -221,8 +222,8 @@ def _changes_nothing(key: str, value: Any) -> bool:
 
 
 def _refusal(kind: type[Body], problem: ValidationError) -> ApiError:
-    """Say what is wrong with the first field, without repeating the client's value."""
-    errors = problem.errors(include_url=False, include_input=False)
+    """Say what is wrong with the first field; of the client's value repeat a short one only."""
+    errors = problem.errors(include_url=False)
     # Of the ways to read a field, the one that got furthest is the one that was meant.
     same = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
     first = max(same, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
@@ -237,7 +238,16 @@ def _refusal(kind: type[Body], problem: ValidationError) -> ApiError:
     message = first["msg"].removeprefix("Value error, ")
     if field is None:
         return ApiError(400, message, message.partition(":")[0])
-    return ApiError(400, f"{'.'.join(names)[:100]}: {message}", field)
+    return ApiError(400, f"{'.'.join(names)[:100]}{_shown(first['input'])}: {message}", field)
+
+
+def _shown(value: Any) -> str:
+    """A number or a short text for a message, with a space in front; nothing for anything else."""
+    # Python takes its time to print thousands of digits.
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return " (over 30 digits)"
+    is_short = isinstance(value, (int, float)) or (isinstance(value, str) and len(value) <= 30)
+    return f" {json.dumps(value)}" if is_short else ""
 
 
 def _is_union_tag(part: str | int) -> bool:
@@ -257,12 +267,12 @@ def prompts_of(body: CompletionBody) -> list[str | list[int]]:
     prompts = [prompt] if is_one else prompt
     allowed = "text, a list of token ids, or a list of either"
     if not isinstance(prompts, list) or not prompts:
-        raise ApiError(400, f"prompt: need {allowed}", "prompt")
+        raise ApiError(400, f"prompt{_shown(prompt)}: need {allowed}", "prompt")
     if len(prompts) > COUNTS["prompt"]:
         raise ApiError(400, f"prompt: {len(prompts)} given, at most {COUNTS['prompt']}", "prompt")
     for one in prompts:
         if not (isinstance(one, str) or (isinstance(one, list) and set(map(type, one)) <= {int})):
-            raise ApiError(400, f"prompt: need {allowed}", "prompt")
+            raise ApiError(400, f"prompt{_shown(one)}: need {allowed}", "prompt")
         if not one:
             raise ApiError(400, "prompt: is empty, at least 1 token is needed", "prompt")
     return prompts

@@ -43,7 +43,8 @@ class ServeOptions:
     policy: changes to the drafter's own tree.  speculation: see `Engine`.  seed: of sampled
     requests that bring none; None takes another one each time.  defaults: sampling fields for
     requests that leave them out.  max_num_queued_reqs: requests that may wait beyond those that
-    hold a slot.  shutdown_timeout: seconds that running requests get after SIGTERM.
+    hold a slot.  shutdown_timeout: seconds that running requests get after SIGTERM.  profile: time
+    the phases of each round.
     """
 
     target: Path
@@ -66,6 +67,7 @@ class ServeOptions:
     request_metrics: bool = True
     compatible: bool = True
     enable_prefix_caching: bool = False
+    profile: bool = False
 
 
 def run_serve(options: ServeOptions) -> None:
@@ -128,6 +130,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def _serve(options: ServeOptions, sock: socket.socket) -> None:
+    logger.info("loading %s", options.target)
     # Beside the event loop's packages this loads torch.
     from treespark.serving.async_engine import AsyncEngine
     from treespark.serving.server import run_server
@@ -172,6 +175,7 @@ def _build(options: ServeOptions) -> Engine:
         max_model_len=options.max_model_len,
         speculation=options.speculation,
         reuse_prefixes=options.enable_prefix_caching,
+        profile=options.profile,
     )
 
 

@@ -9,6 +9,7 @@ import logging
 import signal
 from typing import TYPE_CHECKING, Any
 
+import h11
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -20,7 +21,7 @@ import treespark
 from treespark.errors import UsageError
 from treespark.serving.api_error import ApiError, internal_error
 from treespark.serving.guard import REQUEST_ID, Guard
-from treespark.serving.limits import MAX_HEADER_BYTES, parse_body
+from treespark.serving.limits import MAX_HEADER_BYTES, parse_body, refusal_of
 from treespark.serving.protocol import BODIES
 from treespark.serving.work import Work, run_until_disconnect
 
@@ -212,7 +213,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(UsageError)
     async def misused(request: Request, error: UsageError) -> Response:
-        return await refused(request, ApiError(400, str(error)))
+        return await refused(request, refusal_of(error))
 
     @app.exception_handler(HTTPException)
     async def unrouted(request: Request, error: HTTPException) -> Response:
@@ -229,16 +230,34 @@ def _add_errors(app: FastAPI) -> None:
 
 
 class _Connection(H11Protocol):
-    """One client; a connection that asks nothing does not stay."""
+    """One client; a connection that takes its time over the headers of a request does not stay."""
 
     def connection_made(self, transport: Any) -> None:
         """Give the client some seconds for its first headers."""
         super().connection_made(transport)
-        self.loop.call_later(_HEADERS_S, self._close_if_silent)
+        self._headers_due: asyncio.TimerHandle | None = None
+        self._watch_headers()
 
-    def _close_if_silent(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
-            self.transport.close()
+    def data_received(self, data: bytes) -> None:
+        """Take bytes; the headers of a later request have as long, from their first byte on."""
+        super().data_received(data)
+        self._watch_headers()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Forget the client."""
+        super().connection_lost(error)
+        self._stop_watching()
+
+    def _watch_headers(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_watching()
+        elif self._headers_due is None:
+            self._headers_due = self.loop.call_later(_HEADERS_S, self.transport.close)
+
+    def _stop_watching(self) -> None:
+        if self._headers_due is not None:
+            self._headers_due.cancel()
+            self._headers_due = None
 
 
 class _Server(uvicorn.Server):
@@ -274,6 +293,11 @@ def run_server(service: Service, sock: socket.socket, keys: Sequence[str], drain
 
     drain_s: seconds that running requests get after the signal.
     """
+    asyncio.run(make_server(service, keys, drain_s).serve(sockets=[sock]))
+
+
+def make_server(service: Service, keys: Sequence[str], drain_s: float) -> uvicorn.Server:
+    """Return the server of `run_server`, for the running event loop."""
     config = uvicorn.Config(
         create_app(service, keys),  # type: ignore[arg-type]
         http=_Connection,
@@ -287,5 +311,4 @@ def run_server(service: Service, sock: socket.socket, keys: Sequence[str], drain
         timeout_graceful_shutdown=_LINGER_S,
         h11_max_incomplete_event_size=2 * MAX_HEADER_BYTES,
     )
-    server = _Server(config, service.engine, drain_s)
-    asyncio.run(server.serve(sockets=[sock]))
+    return _Server(config, service.engine, drain_s)

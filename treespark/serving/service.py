@@ -110,7 +110,8 @@ class Service:
         self._check(body.model)
         asked = {body.max_tokens, body.max_completion_tokens} - {None}
         if len(asked) > 1:
-            raise ApiError(400, "max_tokens: differs from max_completion_tokens", "max_tokens")
+            both = f"{body.max_tokens}: max_completion_tokens is {body.max_completion_tokens}"
+            raise ApiError(400, f"max_tokens {both}; give one of the two", "max_tokens")
         messages = [message.as_text() for message in body.messages]
         thinking = body.chat_template_kwargs.enable_thinking
         prompt = await self.codec.render(messages, thinking)

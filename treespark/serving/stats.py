@@ -20,7 +20,8 @@ class EngineStats:
     has been output for good, which while stop strings are watched lags a few tokens.
     num_cached_tokens: prompt tokens whose rows were there already.  num_drafts: rounds of a request
     with at least one node.  num_draft_tokens: nodes verified.  num_accepted_per_position[j]: rounds
-    that accepted at least j + 1 draft tokens.
+    that accepted at least j + 1 draft tokens.  phase_s: seconds by phase, as in `PhaseClock`, of
+    `num_timed_rounds` rounds of the whole batch; None and 0 in an engine without `profile`.
     """
 
     num_running: int
@@ -37,6 +38,8 @@ class EngineStats:
     num_accepted_tokens: int
     num_accepted_per_position: list[int]
     num_cached_tokens: int = 0
+    phase_s: dict[str, float] | None = None
+    num_timed_rounds: int = 0
 
 
 @dataclass

@@ -48,7 +48,10 @@ _OWN_COUNTERS = {
     "rounds": ("num_rounds", "Rounds of all requests."),
     "committed_tokens": ("num_committed_tokens", "Tokens that rounds put out."),
 }
-_OWN_GAUGES = {"tree_budget": ("tree_budget", "Nodes a tree may have.")}
+_OWN_GAUGES = {
+    "tree_budget": ("tree_budget", "Nodes a tree may have."),
+    "free_slots": ("num_free_slots", "Slots that no request holds."),
+}
 
 
 class Telemetry:
@@ -103,8 +106,22 @@ class Telemetry:
             yield self._counter(f"{OWN}:{name}", text, getattr(self._engine.stats, field))
         for name, (field, text) in _OWN_GAUGES.items():
             yield self._gauge(f"{OWN}:{name}", text, getattr(self._engine.stats, field))
+        yield from self._phases()
         aborted = "Requests dropped by their clients."
         yield self._counter(f"{OWN}:requests_aborted", aborted, self._engine.num_aborted)
+
+    def _phases(self) -> Iterator[Any]:
+        """Where the time of the rounds goes, from an engine that takes it."""
+        stats = self._engine.stats
+        if stats.phase_s is None:
+            return
+        name, text = f"{OWN}:round_seconds", "Time of the engine's steps by phase."
+        family = CounterMetricFamily(name, text, labels=(*_LABELS, "phase"))
+        for phase, seconds in stats.phase_s.items():
+            family.add_metric((*self._values, phase), seconds)
+        yield family
+        text = "Rounds of the whole batch in that time."
+        yield self._counter(f"{OWN}:timed_rounds", text, stats.num_timed_rounds)
 
     def _shared(self, prefix: str) -> Iterator[Any]:
         """Families that exist under both prefixes."""

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from treespark.data.jsonl import write_json_atomic
 from treespark.drafter.export import recover_folder, replace_folder
+from treespark.drafter.inspect import RECORD
 from treespark.errors import UsageError
 from treespark.serving.llm import LLM, SamplingParams
 from treespark.target.checks import read_json
 from treespark.training import setup
+from treespark.training.record import maker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RECORD = "treespark.json"
 _MAX_NUM_SEQS = 8
 
 
@@ -127,7 +128,8 @@ class BestDrafter:
             self._measure["max_tokens"],
         )
         if self.record is None or acceptance > self.record["acceptance"]:
-            self.record = {"step": step, "acceptance": acceptance, **self._measure}
+            made = maker(self._recipe, self._target, drafter.config)
+            self.record = {"step": step, "acceptance": acceptance, **self._measure, **made}
             write_json_atomic(candidate / RECORD, self.record)
             replace_folder(candidate, self.folder)
         else:

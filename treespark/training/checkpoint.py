@@ -26,7 +26,7 @@ from treespark.data.jsonl import check_folder
 from treespark.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
     from pathlib import Path
 
     from torch import Tensor
@@ -80,7 +80,7 @@ def save(
     One process writes to `root` at a time. What a killed one left half-written is removed. Raises
     UsageError, with all older ones in place, where it cannot be written, as on a full disk.
     """
-    partial, final = root / f"{_HIDDEN}{step:08d}", root / f"step-{step:08d}"
+    partial, final = root / f"{_HIDDEN}{step:08d}", step_folder(root, step)
     try:
         root.mkdir(parents=True, exist_ok=True)
         _remove_hidden(root)
@@ -111,7 +111,7 @@ def save(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     for old in saved_steps(root)[:-keep]:
-        _remove(root / f"step-{old:08d}")
+        _remove(step_folder(root, old))
     return final
 
 
@@ -128,6 +128,11 @@ def _remove_hidden(root: Path) -> None:
             shutil.rmtree(path)
 
 
+def step_folder(root: Path, step: int) -> Path:
+    """Folder of the checkpoint after `step` steps of the run in `root`."""
+    return root / f"step-{step:08d}"
+
+
 def saved_steps(root: Path) -> list[int]:
     """Steps that can be resumed from, ascending."""
     if not root.is_dir():
@@ -137,8 +142,7 @@ def saved_steps(root: Path) -> list[int]:
 
 
 def load_latest(root: Path, *, settings: dict[str, Any]) -> Checkpoint | None:
-    """Return the newest checkpoint and set torch's generator to its state; None when there is
-    none.
+    """Return the newest checkpoint as `load` does; None when there is none.
 
     Raises UsageError when a file is damaged or when `settings` differs from the saved ones, naming
     the field: continuing under other settings would silently be another run.
@@ -146,9 +150,18 @@ def load_latest(root: Path, *, settings: dict[str, Any]) -> Checkpoint | None:
     steps = saved_steps(root)
     if not steps:
         return None
-    folder = root / f"step-{steps[-1]:08d}"
+    folder = step_folder(root, steps[-1])
+    if different := difference(settings_of(folder), settings):
+        raise UsageError(
+            f"checkpoint {folder}: {different}; use another output.dir, or delete {root} to start "
+            "over"
+        )
+    return load(folder)
+
+
+def load(folder: Path) -> Checkpoint:
+    """Return a checkpoint and set torch's generator to its state; UsageError if it is damaged."""
     state = _read_state(folder)
-    _refuse_difference(folder, state["settings"], settings)
     for name in (_MODEL, _OPTIMIZER):
         if _digest(folder / name) != state["sha256"][name]:
             raise _damaged(folder / name, "checksum differs")
@@ -157,21 +170,39 @@ def load_latest(root: Path, *, settings: dict[str, Any]) -> Checkpoint | None:
     return Checkpoint(state["step"], weights, optimizer, state["memory"], folder)
 
 
+def settings_of(folder: Path) -> dict[str, Any]:
+    """Return the settings under which a checkpoint was made; UsageError if they are damaged."""
+    return dict(_read_state(folder)["settings"])
+
+
+def difference(
+    saved: dict[str, Any], current: dict[str, Any], ignoring: Collection[str] = ()
+) -> str | None:
+    """Return "KEY was SAVED, now CURRENT" of the first key, of those not ignored, that differs."""
+    current = json.loads(json.dumps(current))  # tuples and paths as they come back from disk
+    for key in sorted((set(saved) | set(current)) - set(ignoring)):
+        if saved.get(key) != current.get(key):
+            return f"{key} was {saved.get(key)!r}, now {current.get(key)!r}"
+    return None
+
+
 def _read_state(folder: Path) -> dict[str, Any]:
     path = folder / _STATE
     try:
         state = json.loads(path.read_bytes())
-        checksum = state.pop("checksum")
-        found = state["format"]
+        found, checksum = state["format"], state.pop("checksum", None)
     except OSError as error:
         raise _damaged(path, error.strerror or str(error)) from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise _damaged(path, "not a checkpoint's state") from None
+    if found != _FORMAT:
+        raise UsageError(
+            f"checkpoint {path}: format {found}, this version of treespark reads {_FORMAT}; go on "
+            "with the version that wrote it, or use another output.dir"
+        )
     if checksum != _checksum(state):
         raise _damaged(path, "checksum differs")
-    if found != _FORMAT:
-        raise UsageError(f"checkpoint {path}: format {found}, allowed {_FORMAT}")
-    if folder.name != f"step-{state['step']:08d}":
+    if folder != step_folder(folder.parent, state["step"]):
         raise _damaged(path, f"it is that of step {state['step']}")
     return dict(state)
 
@@ -182,16 +213,6 @@ def _damaged(path: Path, reason: str) -> UsageError:
 
 def _checksum(state: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-
-
-def _refuse_difference(folder: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
-    current = json.loads(json.dumps(current))  # tuples and paths as they come back from disk
-    for key in sorted(set(saved) | set(current)):
-        if saved.get(key) != current.get(key):
-            raise UsageError(
-                f"checkpoint {folder}: {key} was {saved.get(key)!r}, now {current.get(key)!r}; "
-                f"use another output.dir, or delete {folder.parent} to start over"
-            )
 
 
 def _digest(path: Path) -> str:

@@ -8,6 +8,7 @@ that filled the store they are equal.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -20,7 +21,7 @@ from tqdm import tqdm
 
 from treespark.data.batches import load_rows
 from treespark.data.feature_identity import Identity
-from treespark.data.feature_store import FeatureStore
+from treespark.data.feature_store import FeatureStore, remove_bad_shards
 from treespark.data.features import OnlineFeatures, stored_features
 from treespark.data.interrupt import StopRequest
 from treespark.device import rank_device
@@ -48,9 +49,11 @@ _MAX_TAPS_ERROR = 0.02
 _POSITIONS = 256
 
 
-def run_build(recipe: Recipe) -> str:
+def run_build(recipe: Recipe, *, on_bad_shard: str = "fail") -> str:
     """Store the features of all rows that the recipe stores; return a line about the store.
 
+    on_bad_shard: "fail" refuses a shard that is missing or of another length than listed; "rebuild"
+    reads all shards and computes the rows of the damaged ones again.
     Started by torchrun, the processes share the rows. Interrupted (SIGTERM, Ctrl-C) it writes what
     it has and exits with 128 + the signal; it goes on from the rows that are there. Raises
     UsageError as `stored_features` does, and for a recipe without a store.
@@ -70,11 +73,12 @@ def run_build(recipe: Recipe) -> str:
     )
     for reason, count in dropped.items():
         logger.info("dropped %d rows: %s", count, reason)
-    with (
-        StopRequest() as stop,
-        join(target.device) as ranks,
-        stored_features(target, data, rows) as source,
-    ):
+    with StopRequest() as stop, join(target.device) as ranks, contextlib.ExitStack() as opened:
+        if on_bad_shard == "rebuild":
+            if ranks.is_first:
+                _remove_bad_shards(recipe, target)
+            ranks.wait()
+        source = opened.enter_context(stored_features(target, data, rows))
         source.store.check_sizes()
         # Which rows are whose must not depend on how far another process is.
         own = source.chosen[ranks.rank :: ranks.world_size]
@@ -91,6 +95,13 @@ def run_build(recipe: Recipe) -> str:
         logger.warning("stopped with %d rows stored; run it again to go on", len(store))
         raise SystemExit(stop.exit_code)
     return f"{data.store}: {len(store)} rows, {readable(store.num_bytes)}"
+
+
+def _remove_bad_shards(recipe: Recipe, target: TargetModel) -> None:
+    data = recipe.data
+    assert data.store is not None
+    for name, reason in remove_bad_shards(data.store, Identity.of(target, data.taps_dtype)).items():
+        logger.warning("%s: %s; its rows are computed again", name, reason)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +175,8 @@ def _open(
     source: Path, overrides: Sequence[str], target: Path | None
 ) -> tuple[FeatureStore, TargetModel | None]:
     """The store, and its target with the store's taps."""
+    if not source.exists():
+        raise UsageError(f"{source}: no such recipe, and no such folder of a feature store")
     if not source.is_dir():
         if target is not None:
             raise UsageError(f"--target {target}: a recipe names its target itself")

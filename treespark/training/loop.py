@@ -30,11 +30,11 @@ from treespark.data.batches import (
 )
 from treespark.data.features import FeatureSource, feature_source
 from treespark.data.interrupt import StopRequest
-from treespark.training import checkpoint, setup
+from treespark.training import branch, checkpoint, record, setup
 from treespark.training.best import BestDrafter
 from treespark.training.evaluate import simulated_acceptance
 from treespark.training.losses import combine
-from treespark.training.metrics import MetricsLog, StepSums
+from treespark.training.metrics import METRICS, MetricsLog, StepSums
 from treespark.training.objective import (
     MicroBatch,
     MicroBatchPlan,
@@ -73,17 +73,29 @@ class _Run:
     holdout: list[Row]
     settings: dict[str, Any]
     total_steps: int
+    last_step: int
+    stop_ids: frozenset[int]
     best: BestDrafter | None
 
 
-def train(recipe: Recipe, *, resume: str = "auto") -> Path:
+def train(
+    recipe: Recipe,
+    *,
+    resume: str = "auto",
+    start_from: str | None = None,
+    until: str | None = None,
+) -> Path:
     """Train the recipe's drafter and return the folder it was exported to.
 
     Started by torchrun, all processes share every step; the first one writes. Interrupted runs
     (SIGTERM, Ctrl-C) save a checkpoint first and exit with 128 + the signal; `resume="auto"`
     continues from the newest one, on any number of processes, and with the same number with
-    bit-identical results on a CPU; `resume="never"` refuses a folder that already holds one. Raises
-    UsageError for bad input and RuntimeError after three steps in a row without a finite gradient.
+    bit-identical results on a CPU; `resume="never"` refuses a folder that already holds one.
+    start_from: RUN or RUN@STEP, the checkpoint that a run without one of its own begins with, see
+    `branch`.  until: a step, or "warmup" for the last one of it, after which the run stops as when
+    it is interrupted, and the folder of its checkpoint is returned.
+    Raises UsageError for bad input and RuntimeError after three steps in a row without a finite
+    gradient.
     """
     setup.check(recipe)
     devices.seed_everything(recipe.train.seed)
@@ -91,6 +103,11 @@ def train(recipe: Recipe, *, resume: str = "auto") -> Path:
     rows, holdout = _rows(recipe, target)
     drafter = setup.new_drafter(recipe, target, rows + holdout)
     settings = setup.settings(recipe, target, rows)
+    total = setup.total_steps(recipe, len(rows))
+    last = branch.last_step(until, recipe, total)
+    other = None
+    if start_from is not None and not checkpoint.saved_steps(recipe.output.dir):
+        other = branch.branch_point(start_from, recipe, settings, total)
     decodes = recipe.train.decode_every > 0
     best = BestDrafter(recipe, target, holdout, settings) if decodes else None
     # All that input can be wrong about is known: only now is anything made.
@@ -108,26 +125,40 @@ def train(recipe: Recipe, *, resume: str = "auto") -> Path:
             rows,
             holdout,
             settings,
-            setup.total_steps(recipe, len(rows)),
+            total,
+            last,
+            frozenset(target.eos_token_ids),
             best,
         )
-        return _train(run, resume)
+        folder = _train(run, resume, other)
+        if ranks.is_first:
+            made = record.maker(recipe, target, drafter.config)
+            record.write(folder, made, recipe.output.dir / "metrics.jsonl")
+        return folder
 
 
-def _train(run: _Run, resume: str) -> Path:
+def _train(run: _Run, resume: str, other: Path | None) -> Path:
+    """Take the run's steps; other: the checkpoint to begin with where there is no own one."""
     output = run.recipe.output.dir
-    found = setup.start(output, run.settings, resume)
+    found, earlier = setup.start(output, run.settings, resume), None
+    if found is None and other is not None:
+        logger.info("%s: begins with %s", output, other)
+        found, earlier = branch.load(other), other.parent / METRICS
     first, memory = (0, {}) if found is None else (found.step, found.memory)
     if found is not None:
         run.updates.restore(found.weights, found.optimizer, lambda: _first_loss(run, first))
-    logger.info("%s: steps %d to %d, %d rows", output, first, run.total_steps, len(run.rows))
+    logger.info("%s: steps %d to %d, %d rows", output, first, run.last_step, len(run.rows))
     if run.best is not None and run.ranks.is_first:
         run.best.resume(memory.get("best"))
     # Nobody writes before all have read.
     run.ranks.wait()
-    metrics = MetricsLog(output / "metrics.jsonl", first_step=first) if run.ranks.is_first else None
+    metrics = None
+    if run.ranks.is_first:
+        metrics = MetricsLog(output / METRICS, first_step=first, earlier=earlier)
     with metrics or contextlib.nullcontext():
         _steps(run, first, memory, metrics)
+    if run.last_step < run.total_steps:
+        return checkpoint.step_folder(output, max(first, run.last_step))
     folder = output / "drafter"
     with run.updates.whole_weights():
         if run.ranks.is_first:
@@ -137,13 +168,13 @@ def _train(run: _Run, resume: str) -> Path:
 
 
 def _steps(run: _Run, first: int, memory: dict[str, Any], log: MetricsLog | None) -> None:
-    train, total = run.recipe.train, run.total_steps
+    train, total, last = run.recipe.train, run.total_steps, run.last_step
     skipped = memory.get("skipped", 0)
     bar = tqdm(
         total=total, initial=first, unit="step", desc="train", disable=not run.ranks.is_first
     )
     with StopRequest() as stop, bar:
-        for step in range(first, total):
+        for step in range(first, last):
             started, done = time.perf_counter(), step + 1
             outcome = _step(run, step)
             if log is not None:
@@ -159,9 +190,9 @@ def _steps(run: _Run, first: int, memory: dict[str, Any], log: MetricsLog | None
                 _decode(run, step, log)
             # One rank may have been signalled: all stop at the same step.
             stopping = run.ranks.any(bool(stop))
-            if stopping or done % train.save_every == 0 or done == total:
+            if stopping or done % train.save_every == 0 or done == last:
                 _save(run, done, skipped, log)
-            if stopping and done < total:
+            if stopping and done < last:
                 logger.warning("stopped after step %d of %d; run it again to go on", done, total)
                 raise SystemExit(stop.exit_code if stop else _STOPPED_WITH_OTHERS)
 
@@ -283,9 +314,16 @@ def _evaluate(run: _Run, step: int, log: MetricsLog | None) -> None:
     policies = {"chain": chain}
     for budget in () if run.drafter.config.chain_only else sorted({8, 16, policy.budget}):
         policies[f"tree{budget}"] = dataclasses.replace(policy, budget=budget)
-    own_rows = run.holdout[run.ranks.rank :: run.ranks.world_size]
     with run.updates.whole_weights():
-        counts = simulated_acceptance(run.drafter, own_rows, run.features, policies)
+        counts = simulated_acceptance(
+            run.drafter,
+            run.holdout,
+            run.features,
+            policies,
+            stop_ids=run.stop_ids,
+            rank=run.ranks.rank,
+            world_size=run.ranks.world_size,
+        )
     sums = run.ranks.sum(torch.tensor(list(counts.values()), device=run.ranks.device))
     lengths = {name: float(c / r) for name, (c, r) in zip(policies, sums, strict=True)}
     logger.info("held-out acceptance length: %s", {k: round(v, 3) for k, v in lengths.items()})

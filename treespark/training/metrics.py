@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from treespark.training.ranks import Ranks
 
 
+METRICS = "metrics.jsonl"
 COUNTERS = ("overlap", "survival_mass", "greedy_hit", "reference_hit")
 
 
@@ -64,11 +65,12 @@ class MetricsLog:
     """Appends {"step": n, ...} lines; a line is with the operating system when `add` returns.
 
     Lines of `first_step` and later, found on opening, belong to work that will be redone and go.
+    earlier: the file that has the lines before, where another run took these steps.
     Use as a context manager, or call `close`.
     """
 
-    def __init__(self, path: Path, *, first_step: int) -> None:
-        kept = [line for line in read_metrics(path) if line["step"] < first_step]
+    def __init__(self, path: Path, *, first_step: int, earlier: Path | None = None) -> None:
+        kept = [line for line in read_metrics(earlier or path) if line["step"] < first_step]
         # What killed runs left; nobody else writes here.
         for partial in path.parent.glob(f".{path.name}.*.tmp"):
             partial.unlink()

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`treespark plan`: what a recipe costs in parameters, time, memory and disk, before it runs.
 
-Everything here is arithmetic on shapes. FLOPs count a multiply-add as two. Memory is what this
-package's own code holds at its peak, by part; allocator overhead comes on top, so `fits` leaves a
-tenth free. Shapes: S tokens of a row, A anchors, B draft depths, V vocabulary, H hidden size.
+`cost.py` has the arithmetic. What the allocator needs on top is not in it, so a plan leaves a tenth
+of the memory free.
 """
 
 from __future__ import annotations
@@ -14,24 +13,27 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from treespark.data.batches import load_rows
-from treespark.data.feature_rows import RowLayout
-from treespark.drafter.attention import MAX_SCORES
-from treespark.drafter.auto import DRAFTERS
 from treespark.errors import UsageError
 from treespark.sizes import readable
 from treespark.target.checks import check_config
 from treespark.target.folder import load_config
 from treespark.training import setup
-from treespark.training.row_blocks import block_rows
+from treespark.training.cost import (
+    Shapes,
+    Workload,
+    decoding_flops,
+    flops_per_row,
+    memory,
+    store_bytes,
+)
 
 if TYPE_CHECKING:
     from treespark.drafter.config import DrafterConfig
-    from treespark.recipe import LossWeights, Recipe
+    from treespark.recipe import Recipe
 
 GIB = 1 << 30
 # Part of the memory that a plan may use; the rest is the allocator's.
@@ -51,160 +53,6 @@ class Machine:
     peak_flops: float
     mfu: float
     disk_bytes: int
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Rows of the training data, their mean length in tokens, and that of the prompt in them."""
-
-    rows: int
-    mean_tokens: float
-    mean_prompt_tokens: float = 1.0
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """Sizes that the arithmetic needs, from the recipe and the target's config."""
-
-    config: DrafterConfig
-    trainable: int
-    frozen: int
-    target_parameters: int
-    target_layers: int
-    target_width: int
-
-    @classmethod
-    def of(cls, target: Any, config: DrafterConfig) -> Shapes:
-        """Count parameters on models without storage.  target: a transformers config."""
-        from transformers import AutoModelForCausalLM
-
-        with torch.device("meta"):
-            drafter = DRAFTERS[type(config)](config)
-            model = AutoModelForCausalLM.from_config(target)
-        sizes = [(p.numel(), p.requires_grad) for p in drafter.parameters()]
-        tied = bool(getattr(target, "tie_word_embeddings", False))
-        heads = target.num_attention_heads
-        head_dim = getattr(target, "head_dim", None) or target.hidden_size // heads
-        return cls(
-            config,
-            sum(size for size, trained in sizes if trained),
-            sum(size for size, trained in sizes if not trained) // (2 if tied else 1),
-            sum(p.numel() for p in model.parameters()),
-            target.num_hidden_layers,
-            heads * head_dim,
-        )
-
-
-def flops_per_row(
-    shapes: Shapes, recipe: Recipe, tokens: float, online: float = 1.0
-) -> dict[str, float]:
-    """Return the FLOPs of one row by part.  online: share of the rows that the target computes."""
-    c, data = shapes.config, recipe.data
-    drafts = data.num_anchors * c.block_size
-    width, kv_width = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    rows = c.attention_input_size
-    layer = rows * (width + 2 * kv_width) + c.hidden_size * (width + 3 * c.intermediate_size)
-    fuse = 2 * tokens * c.feature_size * c.hidden_size
-    context = c.num_hidden_layers * 4 * tokens * rows * kv_width
-    # Every block is scored against the whole row; the mask comes after.
-    attention = c.num_hidden_layers * 4 * drafts * (tokens + c.block_size) * width
-    trunk = 2 * fuse + 3 * (context + c.num_hidden_layers * 2 * drafts * layer + attention)
-    head = 2 * drafts * c.hidden_size * c.vocab_size
-    markov = 2 * drafts * recipe.drafter.markov_rank * c.vocab_size
-    teacher = 2 * _teacher_rows(recipe, drafts, tokens) * c.hidden_size * c.vocab_size
-    again = 1 - recipe.train.keep_logits
-    # The head is frozen: forward and the gradient of its input, and once more where recomputed.
-    losses = (2 + again) * head + (3 + again) * markov + (1 + again) * teacher
-    policy = recipe.policy
-    frontier = policy.frontier or policy.branching
-    parents = _tree_anchors(recipe) * (1 + (policy.depth - 1) * frontier)
-    # Planned, computed anew, and two products backwards; the teacher once more where not kept.
-    replay = 4 * 2 * parents * recipe.drafter.markov_rank * c.vocab_size
-    replay += again * 2 * _tree_anchors(recipe) * c.block_size * c.hidden_size * c.vocab_size
-    parts = {"trunk": trunk, "losses": losses, "replay": replay}
-    if data.features != "store":
-        scores = 2 * tokens * tokens * shapes.target_width * shapes.target_layers
-        parts["target"] = online * (2 * shapes.target_parameters * tokens + scores)
-    return {name: float(value) for name, value in parts.items()}
-
-
-def _mixes(recipe: Recipe) -> list[LossWeights]:
-    """The loss weights of the run, those of a warm-up among them."""
-    return [part for part in (recipe.losses, recipe.losses.warmup) if part is not None]
-
-
-def _tree_anchors(recipe: Recipe) -> int:
-    """Anchors of a row whose trees are replayed."""
-    used = any(part.survival or part.coverage for part in _mixes(recipe))
-    return recipe.data.tree_anchors if used else 0
-
-
-def _teacher_rows(recipe: Recipe, drafts: int, tokens: int) -> int:
-    """Positions of a row whose target distributions are computed."""
-    with_confidence = recipe.drafter.enable_confidence_head
-    used = any(
-        part.l1 or part.soft_ce or (part.confidence and with_confidence) for part in _mixes(recipe)
-    )
-    return min(drafts, tokens) if used else 0
-
-
-def memory(
-    shapes: Shapes, recipe: Recipe, tokens: int, *, stage: int, devices: int, micro_batch: int
-) -> dict[str, float]:
-    """Return the bytes of one device by part, for rows of `tokens` tokens."""
-    c, data, train = shapes.config, recipe.data, recipe.train
-    size = 2 if train.dtype == "bfloat16" else 4
-    states = 2 if size == 2 else 1
-    share = {0: (1, 1, 1), 1: (1, 1, devices), 2: (1, devices, devices), 3: (devices,) * 3}[stage]
-    weights, gradients, optimizer = (shapes.trainable / part for part in share)
-    drafts, anchors = data.num_anchors * c.block_size, data.num_anchors
-    width, kv_width = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    # Kept for the backward pass: inputs and outputs of norms, projections, gate and product.
-    extra = c.attention_input_size - c.hidden_size
-    per_draft = 6 * c.hidden_size + 2 * extra + 4 * (width + kv_width + c.intermediate_size)
-    per_token = c.feature_size + 2 * c.hidden_size + c.num_hidden_layers * 6 * kv_width
-    activations = c.num_hidden_layers * drafts * per_draft + tokens * per_token
-    # An eagle3 drafter goes through its depths one by one, and keeps the scores of each.
-    steps = c.block_size if recipe.drafter.architecture == "eagle3" else 1
-    scores = drafts // steps * c.num_attention_heads * (tokens + c.block_size)
-    scores = scores * steps if scores <= MAX_SCORES else MAX_SCORES
-    rows = min(micro_batch * drafts, block_rows(micro_batch * drafts, train.keep_logits))
-    # Base (later its gradient) and teacher of a block, and two float32 buffers of a chunk.
-    block = c.vocab_size * (rows * 2 * size + min(train.chunk_rows, rows) * 2 * 4)
-    kept = (drafts + _teacher_rows(recipe, drafts, tokens)) * c.vocab_size * size
-    # Of the anchors with trees while they are planned: their logits once more, where kept the
-    # target's, too, and of the parents of one depth logits, softmax and what choosing needs.
-    frontier = recipe.policy.frontier or recipe.policy.branching
-    planned = (1 + train.keep_logits) * c.block_size * size + 3 * frontier * 4
-    replay = micro_batch * _tree_anchors(recipe) * planned * c.vocab_size
-    held = -(-train.global_batch // (devices * micro_batch)) * micro_batch
-    parts = {
-        "target": shapes.target_parameters * 2.0 if data.features != "store" else 0.0,
-        "embedding and head": 0.0 if data.features != "store" else shapes.frozen * 2.0,
-        "weights": weights * size,
-        "gradients": gradients * (size + (4 if states == 2 else 0)),
-        "optimizer": optimizer * (12 if states == 2 else 8),
-        "features of a step": held * tokens * (c.feature_size + c.hidden_size) * size,
-        "activations": micro_batch * (activations * size + anchors * (tokens + 7) * 4),
-        "attention scores": 2.0 * scores * 4,
-        "losses": block + micro_batch * kept * train.keep_logits,
-        "replay": replay,
-    }
-    return {name: float(value) for name, value in parts.items()}
-
-
-def store_bytes(shapes: Shapes, recipe: Recipe, workload: Workload) -> int:
-    """Bytes of a feature store of all rows, as the store itself counts them.
-
-    target.dtype auto counts as bfloat16, which it is on accelerators.
-    """
-    name = "bfloat16" if recipe.target.dtype == "auto" else recipe.target.dtype
-    config, data = shapes.config, recipe.data
-    taps = len(config.target_layer_ids)
-    layout = RowLayout(taps, config.hidden_size, getattr(torch, name), data.taps_dtype)
-    return round(
-        workload.rows * layout.num_bytes(workload.mean_tokens, workload.mean_prompt_tokens)
-    )
 
 
 def choose(shapes: Shapes, recipe: Recipe, machine: Machine) -> tuple[int, int, dict[str, float]]:
@@ -243,25 +91,34 @@ def plan(recipe: Recipe, shapes: Shapes, machine: Machine, workload: Workload) -
     """Return the whole plan, JSON-ready: counts, FLOPs, hours, memory and disk by part."""
     stage, micro, parts = choose(shapes, recipe, machine)
     disk, share = _stored(shapes, recipe, workload)
-    flops = flops_per_row(shapes, recipe, workload.mean_tokens, 1 - share)
-    steps_by_epoch = max(1, workload.rows // recipe.train.global_batch)
-    limits = [recipe.train.max_steps, (recipe.train.epochs or 0) * steps_by_epoch]
+    train, rate = recipe.train, machine.peak_flops * machine.mfu
+    plans_apart = train.global_batch > machine.devices * micro
+    flops = flops_per_row(shapes, recipe, workload.mean_tokens, 1 - share, plans_apart=plans_apart)
+    steps_by_epoch = max(1, workload.rows // train.global_batch)
+    limits = [train.max_steps, (train.epochs or 0) * steps_by_epoch]
     steps = min(limit for limit in limits if limit)
-    step_flops = sum(flops.values()) * recipe.train.global_batch
-    step_s = step_flops / (machine.devices * machine.peak_flops * machine.mfu)
+    step_s = sum(flops.values()) * train.global_batch / (machine.devices * rate)
+    decodings, decoding_s = 0, 0.0
+    if train.decode_every:
+        decodings = -(-steps // train.decode_every)
+        # One device decodes, the others wait.
+        decoding_s = decoding_flops(shapes, recipe, workload.mean_tokens) / rate
+    decoding_s *= decodings
+    seconds = steps * step_s + decoding_s
     return {
         "parameters": {"trainable": shapes.trainable, "target": shapes.target_parameters},
         "steps": steps,
         "flops_per_row": flops,
         "step_s": step_s,
-        "hours": steps * step_s / 3600,
+        "decoding": {"times": decodings, "s": decoding_s, "share": decoding_s / seconds},
+        "hours": seconds / 3600,
         "zero_stage": stage,
         "micro_batch": micro,
         "memory": parts,
         "store": {
             "bytes": disk,
             "fits": disk <= machine.disk_bytes,
-            "read_bytes_per_s": disk / workload.rows * recipe.train.global_batch / step_s
+            "read_bytes_per_s": disk / workload.rows * train.global_batch / step_s
             if share
             else 0.0,
         },
@@ -345,6 +202,12 @@ def _print(result: dict[str, Any], machine: Machine) -> None:
         f"feature store {readable(store['bytes'])}, "
         + ("fits" if store["fits"] else f"does not fit in {readable(machine.disk_bytes)}"),
     ]
+    decoding = result["decoding"]
+    if decoding["times"]:
+        lines.append(
+            f"held-out prompts decoded {decoding['times']} times: {decoding['s'] / 3600:.1f} "
+            f"hours, {decoding['share']:.1%} of the time"
+        )
     if store["read_bytes_per_s"]:
         lines.append(f"it is read at {readable(store['read_bytes_per_s'])}/s")
     console = Console(width=max(100, Console().width))

@@ -230,13 +230,19 @@ def loss_weights(recipe: Recipe, step: int, total_steps: int) -> dict[str, float
     one.
     """
     warmup = recipe.losses.warmup
-    section = (
-        warmup if warmup is not None and step < warmup.fraction * total_steps else recipe.losses
-    )
+    section = recipe.losses
+    if warmup is not None and step < warmup_steps(recipe, total_steps):
+        section = warmup
     weights = {name: getattr(section, name) for name in LossWeights.model_fields}
     if not recipe.drafter.enable_confidence_head:
         weights["confidence"] = 0.0
     return weights
+
+
+def warmup_steps(recipe: Recipe, total_steps: int) -> int:
+    """Steps of a run with the weights of `losses.warmup`; 0 without."""
+    warmup = recipe.losses.warmup
+    return 0 if warmup is None else math.ceil(warmup.fraction * total_steps)
 
 
 def total_steps(recipe: Recipe, num_rows: int) -> int:

@@ -169,24 +169,30 @@ def expand_children(
     )
 
 
-def pack(pool: CandidatePool, budget: int, max_depths: Tensor | None = None) -> PackedTree:
+def pack(
+    pool: CandidatePool,
+    budget: int,
+    max_depths: Tensor | None = None,
+    min_score: float | None = None,
+) -> PackedTree:
     """Keep the `budget` best candidates of each request, the shallower on ties.
 
     max_depths: [R] int, the deepest node allowed per request (0 = anchor alone), None = no limit.
+    min_score: finite, the lowest score allowed, None = no limit.
     Returns budget + 1 slots per request: the anchor, the kept nodes in creation order (so parents
-    come first), then padding where pool or limit leave fewer nodes.  Raises UsageError for
+    come first), then padding where pool or limits leave fewer nodes.  Raises UsageError for
     a budget out of 0..MAX_BUDGET.
     Source: TreeSpark A.1 (global selection), D.4 (ties).
     """
     _require_int("budget", budget, 0, MAX_BUDGET)
     num_candidates = pool.tokens.shape[1]
     counts = _num_allowed(pool, max_depths)
-    if within_limits(num_candidates, budget):
+    if min_score is None and within_limits(num_candidates, budget):
         bias = pool.scores.new_zeros(len(pool.frontiers) + 1)
         rows = npu_ops.pack_tree(pool.scores, pool.parents.int(), pool.depths, counts, bias, budget)
         index, parents, depths = rows.index.long(), rows.parent, rows.depth
     else:
-        index, parents, depths = _packed_rows(pool, counts, budget)
+        index, parents, depths = _packed_rows(pool, counts, budget, min_score)
     pool_index = pad(index, (1, 0), value=-1)
     no_node, source = pool_index < 0, pool_index.clamp_min(0)
     tokens = pool.tokens.gather(1, source).masked_fill_(no_node, 0)
@@ -203,14 +209,19 @@ def _num_allowed(pool: CandidatePool, max_depths: Tensor | None) -> Tensor:
     return (pool.depths <= max_depths[:, None]).sum(1, dtype=torch.int32)
 
 
-def _packed_rows(pool: CandidatePool, counts: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What npu_ops.pack_tree returns as index, parent and depth, for sizes beyond its limits.
+def _packed_rows(
+    pool: CandidatePool, counts: Tensor, budget: int, min_score: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What npu_ops.pack_tree returns as index, parent and depth, where it cannot serve.
 
     index: int64.
     """
     num_candidates = pool.tokens.shape[1]
-    # A refused node stands behind all allowed ones, so it loses every tie against them.
+    # A refused node loses every tie against an allowed one: it stands behind all of them, or there
+    # is a lowest score and the allowed ones have more than -inf.
     refused = torch.arange(num_candidates, device=counts.device) >= counts[:, None]
+    if min_score is not None:
+        refused = refused | (pool.scores < min_score)
     kept = ordered_topk(pool.scores.masked_fill(refused, -torch.inf), budget).indices
     kept = kept.masked_fill(refused.gather(1, kept), num_candidates)
     kept = pad(kept.sort(dim=1).values, (0, budget - kept.shape[1]), value=num_candidates)

@@ -6,6 +6,7 @@
 
 constexpr int32_t kMarkovMaxK = 32;
 constexpr int32_t kMarkovMaxRank = 512;
+constexpr int32_t kMarkovRankStep = 16;  // a fractal
 constexpr int32_t kMarkovMaxRows = 4096;
 constexpr int32_t kMarkovSlots = 2;  // products between a cube core and its vector cores
 constexpr int32_t kMarkovList = 32;  // pairs of a running list, of which k count

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Entries of markov_topk: the products with the running lists, and the merge over blocks.
+// Entry of markov_topk's first kernel: the products with the running lists.
+#include "compat.h"
 #include "markov_topk_cube.h"
-#include "markov_topk_merge.h"
 #include "markov_topk_vector.h"
 
 template <typename T>
@@ -23,10 +23,9 @@ __aicore__ inline void RunMarkovVector(GM_ADDR baseLogits, GM_ADDR baseRow, GM_A
   vector.Process();
 }
 
-extern "C" __global__ __aicore__ void markov_topk(GM_ADDR baseLogits, GM_ADDR baseRow,
-                                                  GM_ADDR latent, GM_ADDR w2, GM_ADDR ring,
-                                                  GM_ADDR lists, GM_ADDR maxima, GM_ADDR sums,
-                                                  MarkovTopkTiling tiling) {
+extern "C" __global__ __aicore__ TREESPARK_MIX_1_2 void markov_topk(
+    GM_ADDR baseLogits, GM_ADDR baseRow, GM_ADDR latent, GM_ADDR w2, GM_ADDR ring, GM_ADDR lists,
+    GM_ADDR maxima, GM_ADDR sums, MarkovTopkTiling tiling) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
   if ASCEND_IS_AIC {
     if (tiling.latentDtype == kMarkovHalf) {
@@ -43,13 +42,4 @@ extern "C" __global__ __aicore__ void markov_topk(GM_ADDR baseLogits, GM_ADDR ba
       RunMarkovVector<bfloat16_t>(baseLogits, baseRow, ring, lists, maxima, sums, tiling);
     }
   }
-}
-
-extern "C" __global__ __aicore__ void markov_topk_merge(GM_ADDR lists, GM_ADDR maxima, GM_ADDR sums,
-                                                        GM_ADDR values, GM_ADDR indices,
-                                                        GM_ADDR lse, MarkovTopkTiling tiling) {
-  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
-  MarkovMerge kernel;
-  kernel.Init(lists, maxima, sums, values, indices, lse, tiling);
-  kernel.Process();
 }

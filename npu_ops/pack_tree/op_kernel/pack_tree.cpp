@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Entry of pack_tree: vector cores only, arguments in the order of the operator's schema.
+#include "compat.h"
 #include "pack_tree_kernel.h"
 
 template <int32_t kLength>
@@ -9,11 +10,10 @@ __aicore__ inline void RunPackTree(const PackTreeAddresses& at, const PackTreeTi
   kernel.Process();
 }
 
-extern "C" __global__ __aicore__ void pack_tree(GM_ADDR scores, GM_ADDR parents, GM_ADDR depths,
-                                                GM_ADDR counts, GM_ADDR depthBias, GM_ADDR index,
-                                                GM_ADDR parent, GM_ADDR depth, GM_ADDR position,
-                                                GM_ADDR mask, GM_ADDR count,
-                                                PackTreeTiling tiling) {
+extern "C" __global__ __aicore__ TREESPARK_VECTOR void pack_tree(
+    GM_ADDR scores, GM_ADDR parents, GM_ADDR depths, GM_ADDR counts, GM_ADDR depthBias,
+    GM_ADDR index, GM_ADDR parent, GM_ADDR depth, GM_ADDR position, GM_ADDR mask, GM_ADDR count,
+    PackTreeTiling tiling) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   const PackTreeAddresses at = {scores, parents, depths,   counts, depthBias, index,
                                 parent, depth,   position, mask,   count};

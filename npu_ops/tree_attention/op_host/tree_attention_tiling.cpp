@@ -29,7 +29,7 @@ extern "C" int32_t tree_attention_tiling(int64_t requests, int64_t rows, int64_t
       {"Hkv", kvHeads, 1, 65535 / 128},
       {"Hq / Hkv", group, 1, kTreeMaxGroup},
       {"Hq", heads, 1, 65535 / 128},
-      {"block_size", blockSize, 0, 256},
+      {"block_size", blockSize, 0, kTreeMaxBlockSize},
       {"the number of cores", blocks, 1, 64},
   };
   for (const TreeSize& size : sizes) {

@@ -9,6 +9,8 @@ constexpr int32_t kTreeMaxGroup = 80;  // query heads of a key/value head
 constexpr int32_t kTreeSubRows = 80;   // rows of a sub-tile, one for each vector core of a block
 constexpr int32_t kTreeColumns = 128;  // keys of a tile
 constexpr int32_t kTreeMaxSplits = 64;
+constexpr int32_t kTreeMaxBlockSize = 256;  // rows of a block of a paged cache,
+constexpr int32_t kTreeBlockStep = 16;      // a multiple of these
 constexpr int32_t kTreeMaxWords = 4;
 
 // Passed by value. Workspaces in elements:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Entries of tree_attention: attention of all tasks, and the combination of splits. With one split
-// there is nothing to combine: `parts` is then the operator's out and `lses` its lse.
-#include "tree_attention_combine.h"
+// Entry of tree_attention's first kernel: attention of all tasks. With one split there is nothing to
+// combine: `parts` is then the operator's out and `lses` its lse.
+#include "compat.h"
 #include "tree_attention_cube.h"
 #include "tree_attention_vector.h"
 
@@ -30,11 +30,10 @@ __aicore__ inline void RunTreeVector(GM_ADDR seqLens, GM_ADDR treeMask, GM_ADDR 
   vector.Process(plan);
 }
 
-extern "C" __global__ __aicore__ void tree_attention(GM_ADDR query, GM_ADDR key, GM_ADDR value,
-                                                     GM_ADDR seqLens, GM_ADDR treeMask,
-                                                     GM_ADDR blockTable, GM_ADDR scores,
-                                                     GM_ADDR weights, GM_ADDR sums, GM_ADDR parts,
-                                                     GM_ADDR lses, TreeAttentionTiling tiling) {
+extern "C" __global__ __aicore__ TREESPARK_MIX_1_2 void tree_attention(
+    GM_ADDR query, GM_ADDR key, GM_ADDR value, GM_ADDR seqLens, GM_ADDR treeMask,
+    GM_ADDR blockTable, GM_ADDR scores, GM_ADDR weights, GM_ADDR sums, GM_ADDR parts, GM_ADDR lses,
+    TreeAttentionTiling tiling) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
   if ASCEND_IS_AIC {
     if (tiling.isHalf != 0) {
@@ -50,25 +49,5 @@ extern "C" __global__ __aicore__ void tree_attention(GM_ADDR query, GM_ADDR key,
     } else {
       RunTreeVector<bfloat16_t>(seqLens, treeMask, scores, weights, sums, parts, lses, tiling);
     }
-  }
-}
-
-template <typename T>
-__aicore__ inline void RunTreeCombine(GM_ADDR parts, GM_ADDR lses, GM_ADDR treeMask, GM_ADDR out,
-                                      GM_ADDR lse, const TreeAttentionTiling& tiling) {
-  TreeCombine<T> combine;
-  combine.Init(parts, lses, treeMask, out, lse, tiling);
-  combine.Process();
-}
-
-extern "C" __global__ __aicore__ void tree_attention_combine(GM_ADDR parts, GM_ADDR lses,
-                                                             GM_ADDR treeMask, GM_ADDR out,
-                                                             GM_ADDR lse,
-                                                             TreeAttentionTiling tiling) {
-  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
-  if (tiling.isHalf != 0) {
-    RunTreeCombine<half>(parts, lses, treeMask, out, lse, tiling);
-  } else {
-    RunTreeCombine<bfloat16_t>(parts, lses, treeMask, out, lse, tiling);
   }
 }

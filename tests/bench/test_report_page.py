@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `report suite` writes: one page that needs nothing, and the numbers in other formats."""
+
+import base64
+import hashlib
+import json
+import re
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+
+import pytest
+
+from tests.bench.suite_world import HOSTILE, RunWriter, dataset, plausible_run, setting
+from tests.bench.test_report_results import A, one_cell_run, timed_cell
+from treespark.bench.report.page import json_block
+from treespark.bench.report.study import read_studies
+from treespark.bench.report.write import notes, write_suite_report
+from treespark.cli import main
+from treespark.errors import UsageError
+
+FIGURES = [
+    *(f"figure-{number}" for number in range(2, 7)),
+    "figure-profile",
+    "figure-reasons",
+]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The report of a seeded run of all methods on all sets."""
+    root = tmp_path_factory.mktemp("suite")
+    run = plausible_run(root / "run", repeats=2, num_requests=1, num_traces=1)
+    return write_suite_report([run], root / "out").parent
+
+
+class Elements(HTMLParser):
+    """Start tags of a page, and the texts of its scripts."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.scripts, self.ids = [], [], []
+        self._in_script = False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.ids += [value for name, value in attrs if name == "id"]
+        self._in_script = tag == "script"
+
+    def handle_endtag(self, tag):
+        self._in_script = False
+
+    def handle_data(self, data):
+        if self._in_script:
+            self.scripts.append(data)
+
+
+def test_all_formats_are_written(report):
+    names = {str(path.relative_to(report)) for path in report.rglob("*") if path.is_file()}
+    figures = {f"figures/{key}.{kind}" for key in FIGURES for kind in ("svg", "png")}
+    assert names == {"index.html", "report.md", "report.tex", "report.json"} | figures
+    for key in FIGURES:
+        ET.parse(report / "figures" / f"{key}.svg")
+        assert (report / "figures" / f"{key}.png").read_bytes().startswith(b"\x89PNG")
+    text = (report / "report.md").read_text()
+    for link in re.findall(r"\]\(([^)]*)\)", text):
+        assert (report / link).exists(), link
+
+
+def test_page_asks_for_nothing_and_runs_one_script(report):
+    page = Elements((report / "index.html").read_text())
+    for tag, attrs in page.tags:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base", "form"), tag
+        assert "src" not in attrs
+        assert attrs.get("href", "#").startswith("#")
+        assert attrs.get("xlink:href", "#").startswith("#")
+        assert not [name for name in attrs if name.startswith("on")], attrs
+    types = [attrs.get("type") for tag, attrs in page.tags if tag == "script"]
+    assert types == ["application/json", None]
+    (policy,) = [a["content"] for t, a in page.tags if a.get("http-equiv")]
+    digest = base64.b64encode(hashlib.sha256(page.scripts[1].encode()).digest()).decode()
+    assert policy.startswith(f"default-src 'none'; script-src 'sha256-{digest}';")
+    assert "unsafe" not in policy.partition("style-src")[0]
+
+
+def test_ids_of_the_page_are_unique_and_every_link_has_its_place(report):
+    page = Elements((report / "index.html").read_text())
+    assert sorted(page.ids) == sorted(set(page.ids))
+    links = [a[k][1:] for _, a in page.tags for k in ("href", "xlink:href") if k in a]
+    assert len(links) > 20
+    assert set(links) <= set(page.ids)
+
+
+def test_plots_of_the_page_take_its_colours(report):
+    text = (report / "index.html").read_text()
+    body = text[text.index("<body>") :]
+    assert body.count("<svg") == len(FIGURES)
+    assert "var(--s6)" in body
+    # Fixed colours would be lost on a dark ground.
+    assert re.findall(r"#(?:[0-9a-f]{6}|000)\b", body[: body.index("<script")]) == []
+
+
+def test_same_records_give_the_same_files(tmp_path):
+    run = one_cell_run(tmp_path / "run")
+    outs = [write_suite_report([run], tmp_path / name).parent for name in ("out", "again")]
+    for path in outs[0].rglob("*.*"):
+        assert path.read_bytes() == (outs[1] / path.relative_to(outs[0])).read_bytes(), path
+
+
+def test_json_has_unrounded_numbers_and_what_stands_behind_the_figures(report):
+    (study,) = json.loads((report / "report.json").read_text())["studies"]
+    keys = [table["key"] for table in study["tables"]]
+    assert keys == ["table-1a", "table-1b", "table-2a", "table-2b", "table-3", "table-4",
+                    "table-6a", "table-6b", "signs", "profile", "answers", "reasons"]  # fmt: skip
+    cell = study["tables"][1]["rows"][0]["cells"][0]
+    assert cell["text"] == f"{cell['value']['value']:.1f}" != str(cell["value"]["value"])
+    assert cell["value"]["low"] < cell["value"]["value"] < cell["value"]["high"]
+    rates = study["positions"]["general"]["treespark"]
+    assert rates["over_rounds"] == [n / rates["num_rounds"] for n in rates["num_accepting"]]
+    assert len(rates["over_proposing"]) == 7
+    assert study["num_missing_cells"] == 0
+
+
+def test_no_text_can_end_the_data_block():
+    block = json_block({"texts": HOSTILE})
+    assert not set(block) & set("<>&\u2028\u2029")
+    assert json.loads(block) == {"texts": list(HOSTILE)}
+
+
+def test_texts_of_records_stay_texts(tmp_path):
+    evil = '<script>alert("1")</script>'
+    own = dataset(evil)
+    run = RunWriter(setting([own], ("dspark",), command=[evil], drafters={evil: {"path": evil}}))
+    timed_cell(run, (own.name, "dspark", 1, 0), 10)
+    page = write_suite_report([run.write(tmp_path / "run")], tmp_path / "out")
+    elements = Elements(page.read_text())
+    assert [tag for tag, _ in elements.tags].count("script") == 2
+    assert "&lt;script&gt;alert(&quot;1&quot;)&lt;/script&gt;" in page.read_text()
+
+
+def test_two_targets_have_their_own_tables_on_one_page(tmp_path):
+    target = {"path": "models/Qwen3-8B", "fingerprint": "e" * 64}
+    folders = [one_cell_run(tmp_path / "1"), one_cell_run(tmp_path / "2", target=target)]
+    page = write_suite_report(folders, tmp_path / "out").read_text()
+    assert '<h2 id="smollm2-135m-instruct-results">' in page
+    assert '<h2 id="qwen3-8b-results">' in page
+    assert "Table 1a. Acceptance length, general sets, one request at a time (Qwen3-8B)" in page
+    assert "No request of this run was traced." in page
+
+
+def test_unfinished_run_says_so(tmp_path):
+    run = RunWriter(setting([A], ("dspark", "treespark")))
+    timed_cell(run, ("a", "dspark", 1, 0), 10)
+    (study,) = read_studies([run.write(tmp_path)])
+    assert notes(study)[0].startswith("The run is not finished: 1 cells are missing.")
+
+
+def test_nothing_is_written_where_something_is_wrong(tmp_path):
+    good = one_cell_run(tmp_path / "run")
+    with pytest.raises(UsageError, match="absent"):
+        write_suite_report([good, tmp_path / "absent"], tmp_path / "out")
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"--out .*file: not a folder"):
+        write_suite_report([good], tmp_path / "file")
+    assert not (tmp_path / "out").exists()
+
+
+def call(monkeypatch, *args):
+    monkeypatch.setattr("sys.argv", ["treespark", "report", "suite", *map(str, args)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+def test_verb_writes_the_page_and_refuses_a_wrong_folder(tmp_path, monkeypatch, capsys):
+    run, out = one_cell_run(tmp_path / "run"), tmp_path / "out"
+    assert call(monkeypatch, run, "--out", out) == 0
+    assert capsys.readouterr().out.strip() == str(out / "index.html")
+    assert call(monkeypatch, tmp_path, "--out", tmp_path / "other") == 2
+    assert "suite.json" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every way to grow drafts gives the target's own text, and grows what it says."""
+
+import pytest
+import torch
+
+from tests.serving_world import (
+    answers_of,
+    drafter,
+    eagle3_drafter,
+    prompts,
+    requests_for,
+    run,
+    world,
+)
+from treespark.drafter.growing import Growth, confident_depths
+from treespark.errors import UsageError
+from treespark.serving.engine import Engine
+from treespark.tree.builder import BUDGET, MARGINAL, SURVIVAL, THRESHOLD, TreeBuilder
+from treespark.tree.policy import TreePolicy
+
+CHAIN, TREE = TreePolicy(5, 1, 5), TreePolicy(5, 3, 12)
+GROWTHS = {
+    "frontier": (Growth(), TREE),
+    "best-first": (Growth(TreeBuilder(stop=BUDGET)), TREE),
+    "ddtree": (Growth(TreeBuilder(proposal=MARGINAL, stop=BUDGET)), TreePolicy(5, 12, 12)),
+    "calibrated": (
+        Growth(TreeBuilder(priority=SURVIVAL, stop=THRESHOLD, threshold=0.2)),
+        TreePolicy(5, 8, 16),
+    ),
+    "quota": (Growth(TreeBuilder(priority=SURVIVAL, stop=BUDGET)), TREE),
+    "chain": (Growth(), CHAIN),
+    "marginal chain": (Growth(TreeBuilder(proposal=MARGINAL)), CHAIN),
+    "confident chain": (Growth(min_confidence=0.5), CHAIN),
+}
+
+
+@pytest.mark.parametrize("shifted", [True, False], ids=["shifted", "in-place"])
+@pytest.mark.parametrize("name", GROWTHS)
+def test_greedy_text_does_not_depend_on_how_drafts_grow(name, shifted):
+    growth, policy = GROWTHS[name]
+    target = world(seed=2).target
+    made = drafter(target, anchor_predicts_next=shifted)
+    many = prompts(4, seed=5)
+    plain = answers_of(run(Engine(target, max_num_seqs=4), requests_for(many, 24)))
+    engine = Engine(target, made, policy, growth=growth, max_num_seqs=2)
+    assert answers_of(run(engine, requests_for(many, 24))) == plain
+    assert engine.totals.num_draft_tokens > 0
+
+
+def _drafted(made, length=3):
+    """Hidden states of one block behind `length` committed positions, and its anchor."""
+    cache = made.new_cache(1, 64)
+    torch.manual_seed(9)
+    features = torch.randn(length, made.config.feature_size)
+    made.extend_context(cache, 0, 0, features, torch.arange(length))
+    anchors = torch.tensor([7])
+    return made.draft_block(cache, [0], [length], anchors), anchors
+
+
+def test_a_marginal_chain_takes_the_best_token_of_each_depth():
+    made = drafter(world(seed=2).target)
+    hidden, anchors = _drafted(made)
+    growth = Growth(TreeBuilder(proposal=MARGINAL))
+    _, tree = growth.grow(made, hidden, anchors, CHAIN, torch.tensor([5]))
+    assert tree.tokens[0, 1:].tolist() == made.base_logits(hidden)[0].argmax(-1).tolist()
+    conditioned, _ = made.chain(hidden, anchors)
+    # The Markov head of this drafter does change the chain.
+    assert tree.tokens[0, 1:].tolist() != conditioned[0].tolist()
+
+
+def test_a_chain_ends_before_the_first_unsure_draft():
+    made = drafter(world(seed=2).target)
+    hidden, anchors = _drafted(made)
+    tokens, _ = made.chain(hidden, anchors)
+    parents = torch.cat([anchors[:, None], tokens[:, :-1]], 1)
+    confidence = made.confidence_logits(hidden, parents).sigmoid()[0].tolist()
+    for threshold in (*confidence, min(confidence) / 2, 1.0):
+        expected = next((d for d, c in enumerate(confidence) if c < threshold), 5)
+        growth = Growth(min_confidence=threshold)
+        pool, tree = growth.grow(made, hidden, anchors, CHAIN, torch.tensor([5]))
+        assert confident_depths(made, hidden, anchors, pool, threshold).tolist() == [expected]
+        assert tree.num_nodes.tolist() == [expected]
+        assert tree.tokens[0, 1 : expected + 1].tolist() == tokens[0, :expected].tolist()
+
+
+def test_a_limit_below_the_confident_depth_stands():
+    made = drafter(world(seed=2).target)
+    hidden, anchors = _drafted(made)
+    _, tree = Growth(min_confidence=1e-9).grow(made, hidden, anchors, CHAIN, torch.tensor([2]))
+    assert tree.num_nodes.tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("growth", "policy", "make", "message"),
+    [
+        (Growth(TreeBuilder(proposal=MARGINAL)), CHAIN, eagle3_drafter, "needs a block drafter"),
+        (Growth(min_confidence=0.5), TREE, drafter, "cuts chains, use branching 1"),
+        (Growth(min_confidence=0.5), CHAIN, eagle3_drafter, "has no confidence head"),
+        (Growth(min_confidence=1.5), CHAIN, drafter, r"allowed: numbers in 0\.\.1"),
+        (Growth(TreeBuilder(stop=BUDGET)), TreePolicy(5, 3, 65), drafter, r"allowed: 0\.\.64"),
+    ],
+)
+def test_an_engine_refuses_growth_that_its_drafter_has_not(growth, policy, make, message):
+    target = world(seed=2).target
+    with pytest.raises(UsageError, match=message):
+        Engine(target, make(target), policy, growth=growth)
