@@ -40,9 +40,9 @@ from rich import box
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
+from tools.flops import flop_counter
 from treespark.bench.statistics import spread
 from treespark.bench.tables import wide_console
 from treespark.data.batches import Row, collate
@@ -296,23 +296,6 @@ RATIOS = {
     "eager over treespark, kept": ("eager", "treespark, kept"),
     "eager over treespark, recomputed": ("eager", "treespark, recomputed"),
 }
-
-
-def markov_topk_flops(_base: Any, _rows: Any, latent: Any, w2: Any, *_: Any, **__: Any) -> int:
-    """FLOPs of the operator's product [R, r] @ [r, V]."""
-    return 2 * latent[0] * latent[1] * w2[0]
-
-
-def addmm_flops(_sum: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
-    """FLOPs of a product that is added in place."""
-    return 2 * left[0] * left[1] * right[1]
-
-
-def flop_counter() -> FlopCounterMode:
-    """Return a context that counts the FLOPs of matrix products, also those it does not know."""
-    ours, in_place = torch.ops.treespark.markov_topk, torch.ops.aten.addmm_
-    mapping = {ours: markov_topk_flops, in_place: addmm_flops}
-    return FlopCounterMode(display=False, custom_mapping=mapping)
 
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

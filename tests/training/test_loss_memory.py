@@ -10,11 +10,11 @@ from tests.training.live_bytes import LiveBytes
 from tools.bench_losses import (
     GRADIENT_AIM,
     Sizes,
-    flop_counter,
     given_blocks,
     gradients,
     largest_difference,
 )
+from tools.flops import flop_counter
 
 SMALL = Sizes(blocks=64, vocab=2048, hidden=16, rank=8, tree_anchors=16, tokens=160, chunk_rows=16)
 
