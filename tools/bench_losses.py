@@ -42,7 +42,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from tools.flops import flop_counter
+from treespark.bench.flops import flop_counter
 from treespark.bench.statistics import spread
 from treespark.bench.tables import wide_console
 from treespark.data.batches import Row, collate
@@ -87,9 +87,6 @@ class Sizes:
         """Return the losses' options, with the published tree policy."""
         policy = TreePolicy(self.depth)
         return Objective(policy, CoverageSettings(), False, self.chunk_rows, keep_logits)
-
-
-# ---------------------------------------------------------------------- the eager reference
 
 
 def eager_terms(
@@ -159,9 +156,6 @@ def _eager_tree_terms(
     }
 
 
-# ---------------------------------------------------------------------- what is measured
-
-
 class GivenBlocks(TreeSparkDrafter):
     """A drafter whose block outputs are given, so that nothing but the losses is computed."""
 
@@ -228,9 +222,6 @@ def gradients(
     return float(loss.detach()), {n: p.grad for n, p in leaves.items() if p.grad is not None}
 
 
-# ---------------------------------------------------------------------- memory
-
-
 def _status(field: str) -> int:
     """Bytes of a field of this process's memory report."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -280,8 +271,6 @@ def largest_difference(ours: dict[str, Tensor], eager: dict[str, Tensor]) -> flo
     parts = [(ours[n] - e).abs().max() / e.abs().max().clamp(min=1e-30) for n, e in eager.items()]
     return float(torch.stack(parts).max())
 
-
-# ---------------------------------------------------------------------- step time
 
 STEPS = {
     "dspark, kept": ("dspark", True),
@@ -333,9 +322,6 @@ def measure_steps(sizes: Sizes, repeats: int, clock: str) -> dict[str, Any]:
         "flops": flops,
         "flop_ratios": {title: flops[one] / flops[other] for title, (one, other) in RATIOS.items()},
     }
-
-
-# ---------------------------------------------------------------------- command line
 
 
 def _print(sizes: Sizes, result: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from tools.bench_losses import (
     gradients,
     largest_difference,
 )
-from tools.flops import flop_counter
+from treespark.bench.flops import flop_counter
 
 SMALL = Sizes(blocks=64, vocab=2048, hidden=16, rank=8, tree_anchors=16, tokens=160, chunk_rows=16)
 
