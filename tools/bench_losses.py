@@ -13,7 +13,8 @@ tensors would miss, and the processes cannot influence each other. Gradients mus
 the largest entry of their tensor, else the exit code is 1.
 
 step: whole optimizer steps, drafter included, of treespark (with the tree losses), dspark (the same
-drafter without them) and the eager treespark, in turns in one process. `kept` and `recomputed` are
+drafter without them) and the eager treespark, in turns in one process; and the FLOPs of their
+matrix products, which no other load on the machine changes. `kept` and `recomputed` are
 train.keep_logits true and false. The drafter's backbone has the paper's proportions for 4B at this
 width: 5 layers, attention 2.4 times and MLP 3.8 times as wide as the hidden states.
 """
@@ -21,6 +22,7 @@ width: 5 layers, attention 2.4 times and MLP 3.8 times as wide as the hidden sta
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -40,6 +42,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from treespark.bench.flops import flop_counter
 from treespark.bench.statistics import spread
 from treespark.bench.tables import wide_console
 from treespark.data.batches import Row, collate
@@ -84,9 +87,6 @@ class Sizes:
         """Return the losses' options, with the published tree policy."""
         policy = TreePolicy(self.depth)
         return Objective(policy, CoverageSettings(), False, self.chunk_rows, keep_logits)
-
-
-# ---------------------------------------------------------------------- the eager reference
 
 
 def eager_terms(
@@ -156,9 +156,6 @@ def _eager_tree_terms(
     }
 
 
-# ---------------------------------------------------------------------- what is measured
-
-
 class GivenBlocks(TreeSparkDrafter):
     """A drafter whose block outputs are given, so that nothing but the losses is computed."""
 
@@ -225,9 +222,6 @@ def gradients(
     return float(loss.detach()), {n: p.grad for n, p in leaves.items() if p.grad is not None}
 
 
-# ---------------------------------------------------------------------- memory
-
-
 def _status(field: str) -> int:
     """Bytes of a field of this process's memory report."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -278,8 +272,6 @@ def largest_difference(ours: dict[str, Tensor], eager: dict[str, Tensor]) -> flo
     return float(torch.stack(parts).max())
 
 
-# ---------------------------------------------------------------------- step time
-
 STEPS = {
     "dspark, kept": ("dspark", True),
     "treespark, kept": ("treespark", True),
@@ -304,25 +296,32 @@ def measure_steps(sizes: Sizes, repeats: int, clock: str) -> dict[str, Any]:
     drafter, micro = make(sizes, TreeSparkDrafter)
     updates = PlainUpdates(drafter, OptimSection(), Ranks(0, 1, torch.device("cpu")), 1)
     times: dict[str, list[float]] = {name: [] for name in STEPS}
+    flops: dict[str, int] = {}
     names = list(STEPS)
-    # The first round warms up.
+    # The first round warms up, and counts.
     for turn in tqdm(range(repeats + 1), desc="step"):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             method, keep = STEPS[name]
             objective = sizes.objective(keep)
-            started = now()
-            updates.backward(lambda m=method, o=objective: loss_of(drafter, micro, m, o))
-            updates.step(1e-6)
-            if turn:
-                times[name].append(now() - started)
+            with contextlib.nullcontext() if turn else flop_counter() as counter:
+                started = now()
+                updates.backward(lambda m=method, o=objective: loss_of(drafter, micro, m, o))
+                updates.step(1e-6)
+                taken = now() - started
+            if counter is None:
+                times[name].append(taken)
+            else:
+                flops[name] = counter.get_total_flops()
     ratios = {
         title: spread([a / b for a, b in zip(times[one], times[other], strict=True)])
         for title, (one, other) in RATIOS.items()
     }
-    return {"seconds": {name: spread(t) for name, t in times.items()}, "ratios": ratios}
-
-
-# ---------------------------------------------------------------------- command line
+    return {
+        "seconds": {name: spread(t) for name, t in times.items()},
+        "ratios": ratios,
+        "flops": flops,
+        "flop_ratios": {title: flops[one] / flops[other] for title, (one, other) in RATIOS.items()},
+    }
 
 
 def _print(sizes: Sizes, result: dict[str, Any]) -> None:
@@ -339,12 +338,16 @@ def _print(sizes: Sizes, result: dict[str, Any]) -> None:
         table.add_row("peak memory, treespark over eager", f"{memory['ratio']:.3f}", "", aim)
         gap = f"{memory['gradient_difference']:.1e}"
         table.add_row("gradients, largest relative difference", gap, "", f"at most {GRADIENT_AIM}")
-    step = result.get("step", {"seconds": {}, "ratios": {}})
+    step = result.get("step", {"seconds": {}, "ratios": {}, "flops": {}, "flop_ratios": {}})
     for title, part in {**step["seconds"], **step["ratios"]}.items():
         unit = " s" if title in step["seconds"] else ""
         aim = f"at most {STEP_AIM}" if "over dspark" in title else "above 1" if not unit else ""
         limits = f"{part['min']:.3f} to {part['max']:.3f}"
         table.add_row(title, f"{part['median']:.3f}{unit}", limits, aim)
+    for title, flops in step["flops"].items():
+        table.add_row(f"{title}, products", f"{flops / 1e9:.1f} GFLOP", "", "")
+    for title, ratio in step["flop_ratios"].items():
+        table.add_row(f"{title}, products", f"{ratio:.3f}", "", "")
     console.print(table)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from npu_ops.markov_topk import fast
-from npu_ops.markov_topk.contract import MAX_K, MAX_RANK, MAX_ROWS, fake, fits
+from npu_ops.markov_topk.contract import MAX_K, MAX_RANK, MAX_ROWS, check_parents, fake, fits
 from npu_ops.markov_topk.gradient import backward, setup_context
 from npu_ops.markov_topk.reference import reference
 from npu_ops.registry import OpSpec, register
@@ -51,9 +51,16 @@ def _parent(
     inv_temperature: float = 1.0,
     vocab_size: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """markov_topk of the vanilla head, whose latent is the parent token's row of w1 [V, r]."""
+    """markov_topk of the vanilla head, whose latent is the parent token's row of w1 [V, r].
+
+    Made of two operators on every device, so it runs the kernel of markov_topk where that is.
+    """
     from npu_ops import markov_topk
 
+    check_parents(base_logits, base_row, w1, parent_ids)
+    if parent_ids.device.type != "cpu":
+        # as kernels do: no wait for the device to look at values, and nothing read out of bounds
+        parent_ids = parent_ids.clamp(0, w1.shape[0] - 1)
     latent = w1.index_select(0, parent_ids)
     return markov_topk(base_logits, base_row, latent, w2, k, inv_temperature, vocab_size)
 

@@ -76,6 +76,14 @@ def check(
     return num_tokens
 
 
+def check_parents(base_logits: Tensor, base_row: Tensor, w1: Tensor, parent_ids: Tensor) -> None:
+    """Raise RuntimeError for w1 or parent_ids of the overload `parent` against the contract."""
+    check_shape(OP, "w1", w1, "V r", {"V": base_logits.shape[1]})
+    check_shape(OP, "parent_ids", parent_ids, "R", {"R": base_row.shape[0]})
+    check_dtype(OP, "parent_ids", parent_ids, (torch.int32,))
+    check_device(OP, "base_logits", base_logits.device, w1=w1, parent_ids=parent_ids)
+
+
 def check_values(base_logits: Tensor, base_row: Tensor) -> None:
     """Raise RuntimeError for a row number out of range; waits for the device."""
     check_range(OP, "base_row", base_row, 0, base_logits.shape[0] - 1)

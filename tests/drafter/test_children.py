@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import npu_ops
 from tests.drafter.helpers import VOCAB, features, tiny_drafter
+from treespark.drafter import children
 from treespark.errors import UsageError
 from treespark.prepack import can_prepack
 from treespark.tree.policy import TreePolicy, children_of_logits, expand, expand_children
@@ -41,11 +42,14 @@ def random_hidden(drafter, seed=3):
 def assert_same_children(drafter, hidden, k=4):
     found, wanted = drafter.node_children(hidden), children_of_logits(drafter.node_logits(hidden))
     for depth in range(1, drafter.config.block_size + 1):
-        children, expected = found(depth, PARENTS, k), wanted(depth, PARENTS, k)
-        assert torch.equal(children.tokens, expected.tokens)
+        best, expected = found(depth, PARENTS, k), wanted(depth, PARENTS, k)
+        assert torch.equal(best.tokens, expected.tokens)
         # 1e-5: a difference of float32 logits around 10 against log_softmax.
-        torch.testing.assert_close(children.log_probs, expected.log_probs, rtol=0, atol=1e-5)
-        assert (children.log_probs <= 0).all()
+        torch.testing.assert_close(best.log_probs, expected.log_probs, rtol=0, atol=1e-5)
+        assert (best.log_probs <= 0).all()
+        logits = drafter.node_logits(hidden)(depth, PARENTS)
+        for lse in (best.lse, expected.lse):
+            torch.testing.assert_close(lse, logits.logsumexp(-1), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("head", ["vanilla", "gated"])
@@ -83,11 +87,32 @@ def test_more_children_than_the_operator_gives_come_from_the_logits():
     assert operators.names == set()
 
 
+@pytest.mark.parametrize("rows", [5, 10, 14])
+def test_more_requests_than_a_call_takes_are_several_calls(monkeypatch, rows):
+    drafter = make("vanilla")
+    hidden = random_hidden(drafter).repeat(2, 1, 1)[:3] * torch.tensor([1.0, 2.0, 3.0]).view(
+        3, 1, 1
+    )
+    parents = torch.tensor([[1, 5], [96, 0], [7, 7]])
+    wanted = drafter.node_children(hidden)(2, parents, 4)
+    # a request has 5 rows of base logits
+    monkeypatch.setattr(children, "MAX_ROWS", rows)
+    found = drafter.node_children(hidden)(2, parents, 4)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def test_no_requests_have_no_children():
+    drafter = make("vanilla")
+    found = drafter.node_children(random_hidden(drafter)[:0])(1, PARENTS[:0], 4)
+    assert [tuple(t.shape) for t in found] == [(0, 3, 4), (0, 3, 4), (0, 3)]
+
+
 def test_more_children_than_tokens_are_all_tokens():
     drafter = tiny_drafter(markov_rank=16)
-    children = drafter.node_children(random_hidden(drafter))(1, PARENTS, 32)
-    assert children.tokens.shape == (2, 3, 32)
-    assert children.tokens.max() < VOCAB
+    best = drafter.node_children(random_hidden(drafter))(1, PARENTS, 32)
+    assert best.tokens.shape == (2, 3, 32)
+    assert best.tokens.max() < VOCAB
 
 
 def test_prepacked_weights_go_to_the_operator_as_they_are():

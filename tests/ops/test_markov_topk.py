@@ -100,6 +100,17 @@ def test_nan_counts_as_minus_infinity(run):
     assert lse[lost].isneginf().all()
 
 
+def test_plus_infinity_comes_first_and_makes_lse_infinite(run):
+    arguments = inputs(4, 2, 300, 16)
+    arguments[0][0, 250] = arguments[0][0, 40] = math.inf
+    arguments[0][1, ::2], arguments[0][1, 1::2], arguments[0][1, 5] = math.nan, -math.inf, math.inf
+    check(run, arguments, 8)
+    _, indices, lse = run(*arguments, 8)
+    assert (lse == math.inf).all()
+    first = [[40, 250] if row == 0 else [5, 0] for row in arguments[1].tolist()]
+    assert indices[:, :2].tolist() == first
+
+
 def test_columns_from_vocab_size_on_do_not_exist(run):
     arguments = inputs(4, 2, 300, 16)
     arguments[0][:, 130:] = 99
@@ -162,6 +173,29 @@ def test_parent_overload_takes_the_parents_rows_of_w1(run):
     found = torch.ops.treespark.markov_topk.parent(*arguments)
     expected = run(base, base_row[:4], w1[parents.long()], w2, 4)
     assert torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"w1": torch.zeros(9, 16)}, "w1 must be [V=8, r], got [9, 16]"),
+        ({"parent_ids": torch.zeros(2)}, "parent_ids must be int32, got float32"),
+        ({"parent_ids": torch.zeros(2, 1).int()}, "parent_ids must be [R=2], got [2, 1]"),
+        ({"w2": torch.zeros(9, 16)}, "w2 must be [V=8, r=16], got [9, 16]"),
+    ],
+)
+def test_wrong_argument_of_the_parent_overload_is_named(changes, message):
+    arguments = {
+        "base_logits": torch.zeros(1, 8),
+        "base_row": torch.zeros(2).int(),
+        "w1": torch.zeros(8, 16),
+        "parent_ids": torch.zeros(2).int(),
+        "w2": torch.zeros(8, 16),
+        "k": 4,
+    }
+    with pytest.raises(RuntimeError) as caught:
+        torch.ops.treespark.markov_topk.parent(**(arguments | changes))
+    assert str(caught.value) == f"markov_topk: {message}"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from treespark.errors import UsageError
 from treespark.training import row_blocks
-from treespark.training.fused import vocab_losses, vocab_losses_sharing
+from treespark.training.fused import vocab_losses
 from treespark.training.losses import cross_entropy_rows, l1_rows, soft_cross_entropy_rows
 
 H, R, V = 8, 3, 29
@@ -136,39 +136,6 @@ def test_kept_logits_give_identical_bits():
         assert torch.equal(actual, expected)
     for actual, expected in zip(*map(inputs.gradients, results), strict=True):
         assert torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize("block_rows", [3, 23])
-@pytest.mark.parametrize("with_teacher", [True, False])
-def test_shared_rows_carry_their_logits_out_and_gradients_in(monkeypatch, block_rows, with_teacher):
-    monkeypatch.setattr(row_blocks, "BLOCK_ROWS", block_rows)
-    inputs = Inputs()
-    teacher = (inputs.teacher, inputs.row) if with_teacher else (None, None)
-    args = (inputs.hidden, inputs.latent, inputs.head, inputs.w2, *teacher, inputs.labels)
-    shared = torch.tensor([20, 0, 7, 8, 22, 3])
-    found = vocab_losses_sharing(*args, shared=shared, chunk_rows=2)
-    wanted = vocab_losses(*args, chunk_rows=2, keep_logits=True)
-    assert torch.equal(found.ce, wanted[0])
-    assert torch.equal(found.l1, wanted[1])
-    base = inputs.hidden[shared] @ inputs.head.T
-    torch.testing.assert_close(found.base, base, rtol=0, atol=1e-12)
-    if with_teacher:
-        logits = (inputs.teacher @ inputs.head.T)[inputs.row[shared]]
-        torch.testing.assert_close(found.teacher, logits, rtol=0, atol=1e-12)
-        assert not found.teacher.requires_grad
-    else:
-        assert found.teacher is None
-    more = torch.randn(base.shape, dtype=base.dtype)
-    totals = [
-        (u * ce).sum() + (v * l1).sum() + (more * logits).sum()
-        for (u, v), (ce, l1), logits in (
-            (inputs.upstream, found[:2], found.base),
-            (inputs.upstream, wanted, base),
-        )
-    ]
-    grads = [torch.autograd.grad(total, inputs.leaves) for total in totals]
-    for actual, expected in zip(*grads, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
 
 
 def test_backward_can_run_twice_with_kept_logits():

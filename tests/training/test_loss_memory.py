@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The losses need a fraction of the memory of the eager reference and give the same gradients."""
 
+import dataclasses
 import gc
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.training.live_bytes import LiveBytes
 from tools.bench_losses import (
@@ -15,6 +14,7 @@ from tools.bench_losses import (
     gradients,
     largest_difference,
 )
+from treespark.bench.flops import flop_counter
 
 SMALL = Sizes(blocks=64, vocab=2048, hidden=16, rank=8, tree_anchors=16, tokens=160, chunk_rows=16)
 
@@ -31,31 +31,28 @@ def test_losses_need_an_eighth_of_the_memory_of_the_eager_reference():
     assert measured("treespark")[0] < measured("eager")[0] / 8
 
 
-class HeadRows(TorchDispatchMode):
-    """Counts the rows that are multiplied by the head, either way round."""
-
-    rows = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        sizes = {SMALL.vocab, SMALL.hidden}
-        if func is torch.ops.aten.mm.default and set(args[1].shape) == sizes:
-            self.rows += args[0].shape[0]
-        return func(*args, **(kwargs or {}))
+def flops(method, sizes, keep_logits):
+    """FLOPs of all matrix products of losses and gradients."""
+    inputs = given_blocks(sizes)
+    with flop_counter() as counted:
+        gradients(*inputs, method, sizes.objective(keep_logits))
+    return counted.get_total_flops()
 
 
-def head_rows(method, keep_logits):
-    inputs = given_blocks(SMALL)
-    with HeadRows() as counted:
-        gradients(*inputs, method, SMALL.objective(keep_logits))
-    return counted.rows
-
-
-def test_with_kept_logits_trees_multiply_next_to_nothing_by_the_head():
-    plain = head_rows("dspark", keep_logits=True)
-    assert plain > 2 * SMALL.blocks * SMALL.depth * 0.8
-    # Only depths beyond the end of the row, which trees grow into and other losses leave out.
-    assert head_rows("treespark", keep_logits=True) < 1.1 * plain
-    assert head_rows("treespark", keep_logits=False) > 1.2 * head_rows("dspark", keep_logits=False)
+# By the operator, and beyond its limits from logits of every parent.
+@pytest.mark.parametrize("rank", [16, 8])
+@pytest.mark.parametrize("keep_logits", [False, True])
+def test_trees_cost_four_markov_products_and_no_product_with_the_head(keep_logits, rank):
+    """One product chooses the children, three more have the gradients: anew, and two backwards."""
+    sizes = dataclasses.replace(SMALL, rank=rank)
+    more = flops("treespark", sizes, keep_logits) - flops("dspark", sizes, keep_logits)
+    parents = sizes.tree_anchors * (1 + 6 * 4)
+    markov = 2 * sizes.vocab * 4 * parents * rank
+    # the teacher's logits, kept or computed again
+    teacher = 2 * sizes.vocab * sizes.hidden * sizes.tree_anchors * sizes.depth * (not keep_logits)
+    # logits of the 4 children and 4 covered tokens of each parent
+    chosen = 2 * parents * 8 * (sizes.hidden + rank)
+    assert more == markov + teacher + chosen
 
 
 @pytest.mark.parametrize("keep_logits", [False, True])

@@ -9,11 +9,7 @@ import torch
 
 from tests.training.whole_replay import Replay, replay
 from treespark.errors import UsageError
-from treespark.training.replay import (
-    CoverageSettings,
-    depth_logits,
-    teacher_from_hidden,
-)
+from treespark.training.replay import CoverageSettings, teacher_from_hidden
 from treespark.tree.policy import TreePolicy
 
 F64 = torch.float64
@@ -184,18 +180,6 @@ def test_teacher_gets_no_gradient():
         assert not result.coverage.denominator.requires_grad
 
 
-def test_recomputation_gives_the_gradients_of_the_plain_graph():
-    world = World()
-    grads = []
-    for recompute in (True, False):
-        result = world.replay(recompute=recompute)
-        total = 0.1 * result.survival.value + 0.1 * result.coverage.value
-        grads.append(torch.autograd.grad(total, world.leaves))
-    for with_recompute, plain in zip(*grads, strict=True):
-        assert bool(plain.any())
-        torch.testing.assert_close(with_recompute, plain, rtol=0, atol=1e-14)
-
-
 def test_invalid_depths_change_neither_the_trees_nor_other_losses():
     world = World()
     everything = world.replay(valid=torch.ones(A, B, dtype=torch.bool))
@@ -246,79 +230,7 @@ def test_saturated_logits_keep_losses_and_gradients_finite():
     assert all(bool(g.isfinite().all()) for g in grads)
 
 
-# --- the drafter's outputs, chunk-friendly ----------------------------------------------------
-
-
-def drafter_logits(world, **options):
-    return depth_logits(
-        world.hidden, world.head, lambda parents, hidden: world.w1[parents], world.w2, **options
-    )
-
-
-def losses_and_gradients(world, node_logits, teacher):
-    result = replay(node_logits, world.anchors, POLICY, teacher, world.valid)
-    values = (result.survival.value, result.coverage.value)
-    leaves = [leaf for leaf in world.leaves if leaf.requires_grad]
-    return [*values, *torch.autograd.grad(sum(values), leaves, allow_unused=True)]
-
-
-@pytest.mark.parametrize("keep_base", [False, True])
-def test_depth_logits_equal_logits_of_all_depths_at_once(keep_base):
-    world = World()
-    wanted = losses_and_gradients(world, world.plain_logits, world.teacher)
-    node_logits = drafter_logits(world, keep_base=keep_base)
-    for one, two in zip(
-        losses_and_gradients(world, node_logits, world.teacher), wanted, strict=True
-    ):
-        torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
-
-
-def test_without_a_markov_head_all_parents_share_the_base_logits():
-    world = World()
-    z = depth_logits(world.hidden, world.head, None, None)(2, torch.zeros(A, 3, dtype=torch.long))
-    assert z.shape == (A, 3, V)
-    wanted = (world.hidden[:, 1] @ world.head.T).unsqueeze(1).expand(-1, 3, -1)
-    torch.testing.assert_close(z, wanted, rtol=0, atol=1e-12)
-    assert replay(
-        depth_logits(world.hidden, world.head, None, None),
-        world.anchors,
-        POLICY,
-        world.teacher,
-        world.valid,
-    ).survival.value.requires_grad
-
-
-def test_gated_latents_see_the_hidden_state_of_their_depth():
-    world = World()
-    seen = []
-
-    def latent(parents, hidden):
-        seen.append((tuple(parents.shape), hidden[:, 0]))
-        return world.w1[parents] * hidden.mean(-1, keepdim=True).sigmoid()
-
-    replay(
-        depth_logits(world.hidden, world.head, latent, world.w2),
-        world.anchors,
-        POLICY,
-        world.teacher,
-        world.valid,
-        recompute=False,
-    )
-    assert [shape for shape, _ in seen] == 2 * [(A, 1), (A, 3), (A, 3), (A, 3)]
-    for i, (_, hidden) in enumerate(seen):
-        assert torch.equal(hidden, world.hidden[:, i % B])
-
-
-def test_bfloat16_weights_give_float32_logits_and_losses():
-    world = World()
-    hidden, head = world.hidden.detach().bfloat16(), world.head.bfloat16()
-    w1, w2 = world.w1.detach().bfloat16(), world.w2.detach().bfloat16()
-    node_logits = depth_logits(hidden, head, lambda parents, _: w1[parents], w2)
-    assert node_logits(1, world.anchors[:, None]).dtype == torch.float32
-    teacher = teacher_from_hidden(hidden.flatten(0, 1), torch.arange(A * B).view(A, B), head)
-    result = replay(node_logits, world.anchors, POLICY, teacher, world.valid)
-    assert result.survival.numerator.dtype == torch.float32
-    assert result.mass.dtype == torch.float32
+# --- the teacher, and parts of a batch ---------------------------------------------------------
 
 
 def test_teacher_rows_are_the_target_distribution_of_each_depth():
@@ -330,43 +242,15 @@ def test_teacher_rows_are_the_target_distribution_of_each_depth():
         torch.testing.assert_close(teacher(d), wanted, rtol=0, atol=1e-12)
 
 
-def test_replay_needs_one_backbone_pass_and_one_teacher_pass_per_depth():
-    world = World()
-    backbone = torch.nn.Linear(H, H, dtype=F64)
-    calls = {"backbone": 0, "teacher": []}
-    backbone.register_forward_hook(lambda *_: calls.update(backbone=calls["backbone"] + 1))
-    hidden = backbone(world.hidden)
+def test_the_teacher_is_asked_once_per_depth():
+    world, asked = World(), []
 
     def teacher(depth):
-        calls["teacher"].append(depth)
+        asked.append(depth)
         return world.teacher[:, depth - 1]
 
-    node_logits = depth_logits(hidden, world.head, lambda p, _: world.w1[p], world.w2)
-    result = replay(node_logits, world.anchors, POLICY, teacher, world.valid)
-    (result.survival.value + result.coverage.value).backward()
-    assert calls == {"backbone": 1, "teacher": [1, 2, 3, 4]}
-    assert bool(backbone.weight.grad.any())
-
-
-def test_one_depth_of_logits_is_alive_at_a_time():
-    """With recomputation nothing of vocabulary width is saved for the backward pass."""
-    world = World()
-    saved = []
-
-    def remember(tensor):
-        if tensor.dim() == 3 and tensor.shape[-1] == V:
-            saved.append(tuple(tensor.shape))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(remember, lambda t: t):
-        replay(drafter_logits(world), world.anchors, POLICY, world.teacher, world.valid)
-    assert saved == []
-    with torch.autograd.graph.saved_tensors_hooks(remember, lambda t: t):
-        replay(
-            drafter_logits(world), world.anchors, POLICY, world.teacher, world.valid,
-            recompute=False,
-        )  # fmt: skip
-    assert saved != []
+    world.replay(teacher_probs=teacher)
+    assert asked == [1, 2, 3, 4]
 
 
 def test_replay_results_add_up_over_anchors():
@@ -377,7 +261,9 @@ def test_replay_results_add_up_over_anchors():
         one = slice(row, row + 1)
         parts.append(
             replay(
-                depth_logits(world.hidden[one], world.head, lambda p, _: world.w1[p], world.w2),
+                lambda d, p, one=one: (
+                    world.hidden[one, d - 1 : d] @ world.head.T + world.w1[p] @ world.w2.T
+                ),
                 world.anchors[one],
                 POLICY,
                 world.teacher[one],

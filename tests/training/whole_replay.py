@@ -4,12 +4,13 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from treespark.training.losses import LossTerm
 from treespark.training.replay import ReplayPlan, plan_replay, tree_terms
 from treespark.tree.packed import PackedTree
-from treespark.tree.policy import CandidatePool
+from treespark.tree.policy import CandidatePool, children_of_logits
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,17 @@ class Replay:
         return self.plan.diagnostics
 
 
-def replay(node_logits: Any, *args: Any, recompute: bool = True, **options: Any) -> Replay:
-    """Plan, compute the terms, and check that the plan knew their denominators."""
-    plan = plan_replay(node_logits, *args, **options)
-    terms = tree_terms(plan, node_logits, recompute=recompute)
+def replay(node_logits: Any, *args: Any, **options: Any) -> Replay:
+    """Plan, compute the terms by plain autograd, and check that the plan knew their denominators.
+
+    node_logits(depth, parent_tokens [A, W]) -> logits [A, W, V].
+    """
+    plan = plan_replay(children_of_logits(node_logits), *args, **options)
+    widths = [frontier.shape[1] for frontier in plan.pool.frontiers]
+    parents = plan.parents.split(widths, 1)
+    by_depth = [node_logits(depth, tokens) for depth, tokens in enumerate(parents, start=1)]
+    logits = torch.cat(by_depth, 1)
+    terms = tree_terms(plan, logits.gather(-1, plan.tokens), logits.logsumexp(-1))
     for name, expected in plan.denominators().items():
         found = terms[name].denominator
         assert abs(found - expected) <= 1e-6 * abs(expected), (name, found, expected)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import npu_ops
+from npu_ops.markov_topk import MAX_ROWS, MarkovTopk
 from npu_ops.markov_topk import fits as within_limits
 from treespark.tree.policy import Children, edge_scores
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 def pays(w2: Tensor) -> bool:
     """Whether the operator with this weight is no slower than logits of every parent.
 
-    Without a kernel it sums products of half precision in float32, by converting w2: measured on a
-    CPU, replay in training then takes 1.2 times as long.
+    Serving and replay in training ask alike. Without a kernel it sums products of half precision in
+    float32, by converting w2: measured on a CPU, replay in training then takes 1.2 times as long.
     """
     is_half = w2.dtype in (torch.bfloat16, torch.float16)
     return w2.is_mkldnn or not is_half or npu_ops.has_kernel("markov_topk", w2.device)
@@ -37,7 +38,8 @@ def markov_children(
     """Return the function of a head without a state along paths.
 
     hidden [R, B, H]; base [R, B, V], the logits without the head's bias. from_logits: the same
-    function, for sizes beyond the operator's limits and where it does not pay.
+    function, for sizes beyond the operator's limits and where it does not pay. More requests than
+    one call of the operator takes are several calls.
     """
     if not pays(head.projection):
         return from_logits
@@ -47,13 +49,31 @@ def markov_children(
 
     def node_children(depth: int, parent_tokens: Tensor, branching: int) -> Children:
         width, k = parent_tokens.shape[1], min(branching, vocab)
-        if not within_limits(rank, k, num_requests * max(width, num_depths)):
+        if not within_limits(rank, k, max(width, num_depths)):
             return from_logits(depth, parent_tokens, branching)
-        latent = head.latent(parent_tokens, hidden[:, depth - 1 : depth])
+        latent = head.latent(parent_tokens, hidden[:, depth - 1 : depth]).flatten(0, 1)
+        if num_requests == 0:
+            # after the head's call, which is a collective one where weights are spread over ranks
+            nothing = base.new_empty(0, width, k, dtype=torch.float32)
+            return Children(nothing.long(), nothing, nothing[..., 0])
         base_row = (first_rows + (depth - 1)).repeat_interleave(width)
-        best = npu_ops.markov_topk(table, base_row, latent.flatten(0, 1), head.projection, k)
-        log_probs = edge_scores(best.values - best.lse[:, None])
+        most = MAX_ROWS // max(width, num_depths)
+        found = [
+            npu_ops.markov_topk(
+                table[first * num_depths : (first + most) * num_depths],
+                base_row[: min(most, num_requests - first) * width],
+                latent[first * width : (first + most) * width],
+                head.projection,
+                k,
+            )
+            for first in range(0, num_requests, most)
+        ]
+        best = (
+            found[0] if len(found) == 1 else MarkovTopk(*map(torch.cat, zip(*found, strict=True)))
+        )
         shape = (num_requests, width, k)
-        return Children(best.indices.long().view(shape), log_probs.view(shape))
+        log_probs = edge_scores(best.values - best.lse[:, None])
+        tokens, lse = best.indices.long().view(shape), best.lse.view(shape[:2])
+        return Children(tokens, log_probs.view(shape), lse)
 
     return node_children

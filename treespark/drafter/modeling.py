@@ -189,15 +189,17 @@ class TreeSparkDrafter(DrafterModel):
         self._require_tree_head()
         return self._node_logits(hidden, self.base_logits(hidden))
 
-    def node_children(self, hidden: Tensor) -> NodeChildren:
+    def node_children(self, hidden: Tensor, base: Tensor | None = None) -> NodeChildren:
         """Return f(depth in 1..B, parent_tokens [R, W], k) -> the parents' k best children.
 
-        hidden [R, B, H]. What `node_logits` says, without logits per parent: by npu_ops.markov_topk
-        within its limits, beyond them (or without a Markov head) from the logits.
+        hidden [R, B, H]; base [R, B, V]: its base logits in any dtype, if they are known already.
+        What `node_logits` says, without logits per parent: by npu_ops.markov_topk within its
+        limits, beyond them (or without a Markov head) from the logits. Serving and replay in
+        training both call this.
         Raises `UsageError` for the rnn head, which has a state per path: use `chain`.
         """
         self._require_tree_head()
-        head, base = self.markov_head, self.base_logits(hidden)
+        head, base = self.markov_head, self.base_logits(hidden) if base is None else base
         from_logits = children_of_logits(self._node_logits(hidden, base))
         return from_logits if head is None else markov_children(head, hidden, base, from_logits)
 

@@ -126,8 +126,7 @@ def _losses(shapes: Shapes, recipe: Recipe, tokens: float, weights: LossWeights)
     markov = 2 * drafts * recipe.drafter.markov_rank * c.vocab_size
     teacher = 2 * min(drafts, tokens) * c.hidden_size * c.vocab_size
     compares, soft = _compares(recipe, weights), bool(weights.soft_ce)
-    shares = recipe.train.keep_logits and _grows(recipe, weights)
-    plain = not soft or shares or compares or bool(weights.ce)
+    plain = not soft or _grows(recipe, weights) or compares or bool(weights.ce)
     # The head is frozen: forward and the gradient of its input, and once more where recomputed. The
     # bias is added twice, whatever is kept, and both of its factors have gradients.
     of_drafts = (2 + again) * head + 4 * markov
@@ -143,12 +142,12 @@ def _replay(shapes: Shapes, recipe: Recipe, weights: LossWeights, plans_apart: b
     parents = trees * (1 + (policy.depth - 1) * frontier)
     bias = 2 * parents * recipe.drafter.markov_rank * c.vocab_size
     head = 2 * trees * policy.depth * c.hidden_size * c.vocab_size
-    # Base logits: planned, computed, recomputed, and the gradient of the input; kept ones are those
-    # of the losses, which a plan made before does not have yet.
-    base = 4 if again else int(plans_apart)
+    # Base logits are those of the losses, which a plan made before does not have yet.
+    base = int(plans_apart)
     # The teacher's: once, unless the losses have kept them.
     teacher = int(again or plans_apart or not _compares(recipe, weights))
-    return (4 + again) * bias + (base + teacher) * head
+    # The bias: planned, computed anew, and two products backwards.
+    return 4 * bias + (base + teacher) * head
 
 
 def decoding_flops(shapes: Shapes, recipe: Recipe, prompt_tokens: float) -> float:
@@ -210,13 +209,12 @@ def memory(
     mixes = [weights for _, weights in _mixes(recipe)]
     trees = data.tree_anchors * any(_grows(recipe, weights) for weights in mixes)
     has_teacher = any(_compares(recipe, weights) or weights.soft_ce for weights in mixes)
-    # Of the anchors with trees: drafter's and target's logits once more, and a gradient.
-    shared = 3 * trees * c.block_size
-    kept = (drafts + has_teacher * min(drafts, tokens) + shared) * c.vocab_size * size
+    kept = (drafts + has_teacher * min(drafts, tokens)) * c.vocab_size * size
+    # Of the anchors with trees while they are planned: their logits once more, where kept the
+    # target's, too, and of the parents of one depth logits, softmax and what choosing needs.
     frontier = recipe.policy.frontier or recipe.policy.branching
-    # One depth at a time: logits, their sum with the base, softmax and gradient. All, where kept.
-    parents = 4 * frontier + train.keep_logits * (recipe.policy.depth - 1) * frontier
-    replay = micro_batch * trees * parents * c.vocab_size * 4
+    planned = (1 + train.keep_logits) * c.block_size * size + 3 * frontier * 4
+    replay = micro_batch * trees * planned * c.vocab_size
     held = -(-train.global_batch // (devices * micro_batch)) * micro_batch
     parts = {
         "target": shapes.target_parameters * 2.0 if data.features != "store" else 0.0,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from treespark.training.diagnostics import overlap_per_depth
-from treespark.training.fused import VocabLosses, vocab_losses, vocab_losses_sharing
+from treespark.training.fused import Nodes, VocabLosses, VocabPass, vocab_losses, vocab_pass
 from treespark.training.losses import (
     LossTerm,
     base_terms,
@@ -26,7 +26,6 @@ from treespark.training.losses import (
 from treespark.training.replay import (
     CoverageSettings,
     ReplayPlan,
-    depth_logits,
     plan_replay,
     teacher_from_hidden,
     teacher_from_logits,
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
     from treespark.data.batches import Batch
     from treespark.drafter.auto import AnyDrafter
-    from treespark.tree.policy import NodeLogits, TreePolicy
+    from treespark.tree.policy import TreePolicy
 
 Terms = dict[str, LossTerm]
 
@@ -53,8 +52,7 @@ class Objective:
     coverage: CoverageSettings
     confidence_stop_gradient: bool = False
     chunk_rows: int = 32
-    # stored logits save a third of the time, and trees use those of their blocks, too; they cost
-    # [n + u, V] in the head's dtype, and those of T trees [T * parents of a tree, V] in float32
+    # stored logits save a third of the time; they cost [n + u, V] in the head's dtype
     keep_logits: bool = False
     # whether micro-batches have anchors that grow trees; where one has none by chance, the same
     # modules are called with nothing, because with ZeRO 3 a module call is a collective one
@@ -120,22 +118,20 @@ def micro_batch_terms(
     One backbone pass serves both kinds of loss and the target is not called. plan None makes it
     from that pass.
     """
-    hidden, grows = _blocks(drafter, micro), micro.batch.tree_keep
-    rows = _Rows.of(micro.batch, drafter.config.block_size)
-    shares = grows if objective.keep_logits and _grows(objective, weights) else None
-    terms, counters, shared = {}, {}, None
+    hidden, batch = _blocks(drafter, micro), micro.batch
+    rows = _Rows.of(batch, drafter.config.block_size)
+    grows = batch.tree_keep if _grows(objective, weights) else None
+    terms, counters, found = {}, {}, None
     soft = bool(weights.get("soft_ce"))
-    if not soft or shares is not None or any(weights[n] for n in ("ce", "l1", "confidence")):
-        terms, counters, shared = _base(drafter, hidden, rows, shares, micro, objective, weights)
+    if grows is not None or not soft or any(weights[n] for n in ("ce", "l1", "confidence")):
+        found = _vocab_pass(drafter, hidden, rows, grows, plan is None, micro, objective, weights)
+    if plan is None:
+        plan = _plan(drafter, hidden.detach(), micro, objective, weights, found)
+    if found is not None:
+        terms, counters = _terms(drafter, hidden, rows, found, plan.replay, objective, weights)
     if soft:
         soft_terms, overlap = _soft(drafter, hidden, rows, micro, objective)
         terms, counters = terms | soft_terms, counters | overlap
-    if plan is None:
-        plan = _plan(drafter, hidden.detach(), micro, objective, weights, shared)
-    if plan.replay is not None:
-        node_logits = _node_logits(drafter, hidden[grows], objective, shared)
-        terms |= tree_terms(plan.replay, node_logits, recompute=not objective.keep_logits)
-        counters |= plan.replay.diagnostics
     return MicroBatchTerms(terms, counters, plan)
 
 
@@ -154,7 +150,7 @@ def _plan(
     micro: MicroBatch,
     objective: Objective,
     weights: Mapping[str, float],
-    shared: _Shared | None = None,
+    found: _Pass | None = None,
 ) -> MicroBatchPlan:
     """Plan from block outputs [S, A, B, H] without a graph; None where no tree grows."""
     batch, depth = micro.batch, objective.policy.depth
@@ -163,13 +159,14 @@ def _plan(
     if _grows(objective, weights):
         assert hidden is not None
         grows = batch.tree_keep
-        if shared is not None and shared.teacher is not None:
-            teacher = teacher_from_logits(shared.teacher)
+        base, teacher_logits = (None, None) if found is None else found.tree_logits()
+        if teacher_logits is not None:
+            teacher = teacher_from_logits(teacher_logits)
         else:
             states, positions = micro.last_hidden.flatten(0, 1), rows.flat_position()[grows]
             teacher = teacher_from_hidden(states, positions, drafter.lm_head.weight)
         replay = plan_replay(
-            _node_logits(drafter, hidden[grows], objective, shared),
+            drafter.node_children(hidden[grows], base),
             rows.parents[grows][:, 0],
             objective.policy,
             teacher,
@@ -178,11 +175,12 @@ def _plan(
             coverage=objective.coverage,
         )
         trees = replay.denominators()
-    base = depth_weights(rows.valid, objective.coverage.gamma).sum()
-    zero = torch.zeros_like(base)
+    base_weight = depth_weights(rows.valid, objective.coverage.gamma).sum()
+    zero = torch.zeros_like(base_weight)
     # Soft cross-entropy is a mean over all tokens, supervised or not (algorithms 2.7).
-    others = {"survival": zero, "coverage": zero, "soft_ce": batch.lengths.sum().to(base)} | trees
-    return MicroBatchPlan({name: others.get(name, base) for name in weights}, replay)
+    others = {"survival": zero, "coverage": zero}
+    others |= {"soft_ce": batch.lengths.sum().to(base_weight)} | trees
+    return MicroBatchPlan({name: others.get(name, base_weight) for name in weights}, replay)
 
 
 @dataclass(frozen=True)
@@ -217,81 +215,125 @@ class _Rows:
 
 
 @dataclass(frozen=True)
-class _Shared:
-    """Logits [T, B, V] of the anchors that grow trees: the drafter's base, and the teacher's."""
+class _Pass:
+    """The vocabulary losses of the rows `computed` [S, A, B], not in the graph yet.
 
-    base: Tensor
-    teacher: Tensor | None
+    grows [S, A]: the anchors that grow trees.  tree_rows [T, B] int64: numbers of their rows among
+    those computed.  Without trees grows is None, and T is 0.
+    """
+
+    vocab: VocabPass
+    computed: Tensor
+    grows: Tensor | None
+    tree_rows: Tensor
+    with_teacher: bool
+
+    def tree_logits(self) -> tuple[Tensor | None, Tensor | None]:
+        """Logits [T, B, V] of the trees' rows: the drafter's base and the teacher's, if there."""
+        shape = self.tree_rows.shape
+        base, teacher = (
+            None if logits is None else logits.unflatten(0, shape)
+            for logits in (self.vocab.base, self.vocab.teacher)
+        )
+        return base, teacher
 
 
-def _base(
+def _vocab_pass(
     drafter: AnyDrafter,
     hidden: Tensor,
     rows: _Rows,
-    shares: Tensor | None,
+    grows: Tensor | None,
+    plans: bool,
     micro: MicroBatch,
     objective: Objective,
     weights: Mapping[str, float],
-) -> tuple[Terms, Terms, _Shared | None]:
-    """Return the base losses, their diagnostics, and the logits of the blocks that share them.
-
-    shares [S, A] bool: computed at all depths, of which only the valid ones count here.
+) -> _Pass:
+    """Compute the base losses; of the anchors that grow trees [S, A] at all depths, of which only
+    the valid ones count here.  plans: whether trees are planned on the result.
     """
-    computed = rows.valid if shares is None else rows.valid | shares.unsqueeze(-1)
+    computed = rows.valid if grows is None else rows.valid | grows.unsqueeze(-1)
+    number = computed.flatten().cumsum(0).sub_(1).view_as(computed)
+    tree_rows = number[:0, 0] if grows is None else number[grows]
     with_teacher = bool(weights["l1"] or weights["confidence"])
-    found = _vocab_losses(drafter, hidden, rows, computed, shares, micro, objective, with_teacher)
-    shared = None
-    if shares is not None:
-        shape = (-1, rows.valid.shape[2])
-        teacher = None if found.teacher is None else found.teacher.unflatten(0, shape)
-        shared = _Shared(found.base.unflatten(0, shape), teacher)
-    row_weights = depth_weights(rows.valid, objective.coverage.gamma)[computed]
-    if not with_teacher:
-        return base_terms(found.ce, None, row_weights), {}, shared
-    confidence = None
-    if weights["confidence"] and drafter.confidence_head is not None:
-        inputs = hidden[computed]
-        if objective.confidence_stop_gradient:
-            inputs = inputs.detach()
-        confidence = drafter.confidence_logits(inputs, rows.parents[computed])
-    overlap = torch.zeros_like(computed, dtype=found.ce.dtype)
-    overlap[computed] = overlap_rows(found.l1)
-    counters = {"overlap": overlap_per_depth(overlap, rows.valid)}
-    return base_terms(found.ce, found.l1, row_weights, confidence), counters, shared
-
-
-def _vocab_losses(
-    drafter: AnyDrafter,
-    hidden: Tensor,
-    rows: _Rows,
-    computed: Tensor,
-    shares: Tensor | None,
-    micro: MicroBatch,
-    objective: Objective,
-    with_teacher: bool,
-) -> VocabLosses:
-    """Return the losses over the vocabulary of the rows `computed` [S, A, B]."""
     head = drafter.markov_head
-    latent = None if head is None else head.latent(rows.parents, hidden)[computed]
     teacher_hidden = teacher_row = None
     if with_teacher:
         positions, teacher_row = rows.flat_position()[computed].unique(return_inverse=True)
         teacher_hidden = micro.last_hidden.flatten(0, 1)[positions]
-    inputs = (
+    vocab = vocab_pass(
         hidden[computed],
-        latent,
+        None if head is None else head.latent(rows.parents, hidden)[computed],
         drafter.lm_head.weight,
         None if head is None else head.markov_w2.weight,
         teacher_hidden,
         teacher_row,
         rows.labels[computed],
+        chunk_rows=objective.chunk_rows,
+        keep_logits=objective.keep_logits,
+        shared=tree_rows.flatten() if plans and grows is not None else None,
     )
-    chunk = objective.chunk_rows
-    if shares is None:
-        ce, l1 = vocab_losses(*inputs, chunk_rows=chunk, keep_logits=objective.keep_logits)
-        return VocabLosses(ce, l1, None, None)
-    number = computed.flatten().cumsum(0).sub_(1).view_as(computed)
-    return vocab_losses_sharing(*inputs, shared=number[shares].flatten(), chunk_rows=chunk)
+    return _Pass(vocab, computed, grows, tree_rows, with_teacher)
+
+
+def _terms(
+    drafter: AnyDrafter,
+    hidden: Tensor,
+    rows: _Rows,
+    found: _Pass,
+    replay: ReplayPlan | None,
+    objective: Objective,
+    weights: Mapping[str, float],
+) -> tuple[Terms, Terms]:
+    """Return the base losses and those of planned trees, with their diagnostics."""
+    nodes = None
+    if replay is not None:
+        assert found.grows is not None
+        nodes = _nodes(drafter, hidden[found.grows], found, replay)
+    losses = found.vocab.losses(nodes)
+    terms, counters = _base_terms(drafter, hidden, rows, found, losses, objective, weights)
+    if replay is not None:
+        logits, lse = losses.node_logits, losses.node_lse
+        assert logits is not None
+        assert lse is not None
+        terms |= tree_terms(replay, logits.view(replay.tokens.shape), lse.view(replay.lse.shape))
+        counters |= replay.diagnostics
+    return terms, counters
+
+
+def _nodes(drafter: AnyDrafter, hidden: Tensor, found: _Pass, replay: ReplayPlan) -> Nodes:
+    """Return the expanded parents of planned trees, from the block outputs [T, B, H]."""
+    head, depths = drafter.markov_head, replay.parent_depths
+    latent = None if head is None else head.latent(replay.parents, hidden[:, depths])
+    return Nodes(
+        found.tree_rows[:, depths].flatten(),
+        None if latent is None else latent.flatten(0, 1),
+        replay.tokens.flatten(0, 1),
+        replay.lse.flatten(),
+    )
+
+
+def _base_terms(
+    drafter: AnyDrafter,
+    hidden: Tensor,
+    rows: _Rows,
+    found: _Pass,
+    losses: VocabLosses,
+    objective: Objective,
+    weights: Mapping[str, float],
+) -> tuple[Terms, Terms]:
+    row_weights = depth_weights(rows.valid, objective.coverage.gamma)[found.computed]
+    if not found.with_teacher:
+        return base_terms(losses.ce, None, row_weights), {}
+    confidence = None
+    if weights["confidence"] and drafter.confidence_head is not None:
+        inputs = hidden[found.computed]
+        if objective.confidence_stop_gradient:
+            inputs = inputs.detach()
+        confidence = drafter.confidence_logits(inputs, rows.parents[found.computed])
+    overlap = torch.zeros_like(found.computed, dtype=losses.ce.dtype)
+    overlap[found.computed] = overlap_rows(losses.l1)
+    counters = {"overlap": overlap_per_depth(overlap, rows.valid)}
+    return base_terms(losses.ce, losses.l1, row_weights, confidence), counters
 
 
 def _soft(
@@ -318,19 +360,4 @@ def _soft(
     return (
         {"soft_ce": LossTerm(numerator, micro.batch.lengths.sum().to(numerator))},
         {"overlap": overlap_per_depth(overlap, valid)},
-    )
-
-
-def _node_logits(
-    drafter: AnyDrafter, hidden: Tensor, objective: Objective, shared: _Shared | None = None
-) -> NodeLogits:
-    """Logits per depth and parent from the block outputs [T, B, H] of the anchors that grow."""
-    head = drafter.markov_head
-    return depth_logits(
-        hidden,
-        drafter.lm_head.weight,
-        None if head is None else head.latent,
-        None if head is None else head.markov_w2.weight,
-        keep_base=objective.keep_logits,
-        base=None if shared is None else shared.base,
     )

@@ -2,24 +2,23 @@
 """Replay of the deployed tree policy on drafter outputs, and the two tree losses on its result.
 
 The discrete part (candidates, frontiers, packing, reference masses) runs without a graph through
-treespark.tree.policy, unchanged. The differentiable part walks the depths again, one at a time
-under recomputation, and keeps only edge log-probabilities and a few logits of each parent.
+treespark.tree.policy and the children that serving expands, unchanged. It says of which tokens
+after which parents the losses need logits; whoever has those with a graph (fused.py) gets the
+losses.
 
-Shapes: A tree anchors, B draft depths, W frontier width, K children per parent, M pool size,
-N budget, J coverage width, H hidden size, r Markov rank, V vocabulary.
+Shapes: A tree anchors, B draft depths, W frontier width, K children per parent, P parents of all
+depths, M = P * K pool size, N budget, J coverage width, H hidden size, V vocabulary.
 Source: TreeSpark B.2-B.3 (algorithms 2.4-2.5), total order of 3.1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
 from treespark.errors import UsageError
 from treespark.training.diagnostics import tree_diagnostics
@@ -30,11 +29,11 @@ from treespark.training.losses import (
     depth_weights,
     survival_term,
 )
-from treespark.tree.policy import expand, ordered_topk, pack
+from treespark.tree.policy import expand_children, ordered_topk, pack
 
 if TYPE_CHECKING:
     from treespark.tree.packed import PackedTree
-    from treespark.tree.policy import CandidatePool, NodeLogits, TreePolicy
+    from treespark.tree.policy import CandidatePool, Children, NodeChildren, TreePolicy
 
 # depth d in 1..B -> reference distribution [A, V] of that depth, detached
 TeacherProbs = Callable[[int], Tensor]
@@ -60,12 +59,14 @@ class CoverageSettings:
 
 @dataclass(frozen=True)
 class _Reference:
-    """What is kept of the teacher, so that it is evaluated once per depth."""
+    """What is kept of the teacher, so that it is evaluated once per depth.
+
+    mass [A, M].  top_ids and top_probs [A, B, J]: its best tokens, the best one first.
+    """
 
     mass: Tensor
-    top_ids: list[Tensor]
-    top_probs: list[Tensor]
-    greedy: Tensor
+    top_ids: Tensor
+    top_probs: Tensor
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,16 @@ class ReplayPlan:
     """The trees the policy builds for a batch of anchors, and the weights of what counts in them.
 
     Nothing in it has a graph or a vocabulary dimension. packed_nodes [A, M] bool: candidates kept
-    by packing. mass [A, M] float: reference path mass of every candidate, valid or not. node_weight
-    [A, M]: the mass of packed valid nodes, else 0. depth_weight [A, B]: w of valid depths, else 0.
-    diagnostics: per-depth pairs of [B] (see diagnostics.py).
+    by packing. lse [A, P] float: log-sum-exp of the logits of every expanded parent. mass [A, M]
+    float: reference path mass of every candidate, valid or not. node_weight [A, M]: the mass of
+    packed valid nodes, else 0. depth_weight [A, B]: w of valid depths, else 0. diagnostics:
+    per-depth pairs of [B] (see diagnostics.py).
     """
 
     pool: CandidatePool
     packed: PackedTree
     packed_nodes: Tensor
+    lse: Tensor
     reference: _Reference
     node_weight: Tensor
     depth_weight: Tensor
@@ -92,18 +95,46 @@ class ReplayPlan:
         """[A, M] reference path mass of every candidate."""
         return self.reference.mass
 
+    @property
+    def parent_depths(self) -> Tensor:
+        """[P] int64: at which depth, from 0 on, each parent was expanded."""
+        widths = [frontier.shape[1] for frontier in self.pool.frontiers]
+        return (
+            torch.arange(len(widths)).repeat_interleave(torch.tensor(widths)).to(self.mass.device)
+        )
+
+    @property
+    def parents(self) -> Tensor:
+        """[A, P] int64: tokens of the parents, best first at every depth."""
+        frontier = torch.cat(self.pool.frontiers, 1)
+        tokens = self.pool.tokens.gather(1, frontier.clamp(min=0))
+        return torch.where(frontier < 0, self.pool.anchors.unsqueeze(1), tokens)
+
+    @property
+    def tokens(self) -> Tensor:
+        """[A, P, K + J] int64: children of each parent, and the teacher's best tokens there."""
+        children = self.pool.tokens.unflatten(1, (-1, self.pool.num_children))
+        return torch.cat([children, self.reference.top_ids[:, self.parent_depths]], -1)
+
+    def coverage(self, phi: Tensor) -> LossTerm:
+        """Return the coverage term of penalties phi [A, P, J]."""
+        depths = self.parent_depths
+        top_probs, weights = self.reference.top_probs[:, depths], self.depth_weight[:, depths]
+        # parents of one anchor at different depths have different weights: a row of one parent each
+        return coverage_term(
+            phi.flatten(0, 1).unsqueeze(1), top_probs.flatten(0, 1), weights.flatten()
+        )
+
     def denominators(self) -> dict[str, Tensor]:
         """Return the denominators that `tree_terms` will have, "survival" and "coverage"."""
-        by_depth = [
-            self.pool.frontiers[d].shape[1] * self.depth_weight[:, d] @ top_probs.sum(-1)
-            for d, top_probs in enumerate(self.reference.top_probs)
-        ]
-        return {"survival": self.node_weight.sum(), "coverage": torch.stack(by_depth).sum()}
+        by_depth = (self.depth_weight.unsqueeze(-1) * self.reference.top_probs).sum(-1)
+        covered = by_depth[:, self.parent_depths].sum()
+        return {"survival": self.node_weight.sum(), "coverage": covered}
 
 
 @torch.no_grad()
 def plan_replay(
-    node_logits: NodeLogits,
+    node_children: NodeChildren,
     anchors: Tensor,
     policy: TreePolicy,
     teacher_probs: TeacherProbs | Tensor,
@@ -114,7 +145,7 @@ def plan_replay(
 ) -> ReplayPlan:
     """Return the trees the policy builds now, the discrete half of a replay.
 
-    node_logits(d, parent_tokens [A, W]) -> z_d [A, W, V] float32 or float64. anchors [A] int64.
+    node_children: as deployed, `node_children` of the drafter. anchors [A] int64.
     teacher_probs: a function of the depth returning [A, V], or a tensor [A, B, V]. valid [A, B]
     bool, a prefix in depth: all depths are expanded and packed as deployed, then only valid nodes
     and parents count. labels [A, B] int64: reference tokens, for the diagnostic "reference_hit".
@@ -123,7 +154,14 @@ def plan_replay(
     if valid.shape[-1] != policy.depth:
         raise UsageError(f"policy.depth {policy.depth}: the batch has {valid.shape[-1]} depths")
     settings = CoverageSettings() if coverage is None else coverage
-    pool = expand(node_logits, anchors, policy)
+    lse: list[Tensor] = []
+
+    def remembered(depth: int, parent_tokens: Tensor, branching: int) -> Children:
+        children = node_children(depth, parent_tokens, branching)
+        lse.append(children.lse)
+        return children
+
+    pool = expand_children(remembered, anchors, policy)
     packed = pack(pool, policy.budget)
     packed_nodes = _packed_nodes(pool, packed)
     reference = _reference(pool, policy, _as_function(teacher_probs), settings.top_j)
@@ -134,47 +172,15 @@ def plan_replay(
         pool,
         packed,
         packed_nodes,
+        torch.cat(lse, 1),
         reference,
         torch.where(packed_nodes & node_valid, reference.mass, 0.0),
         depth_weights(valid, settings.gamma, reference.mass.dtype),
         settings,
-        tree_diagnostics(pool, packed_nodes, reference.mass, reference.greedy, valid, labels),
+        tree_diagnostics(
+            pool, packed_nodes, reference.mass, reference.top_ids[..., 0], valid, labels
+        ),
     )
-
-
-def depth_logits(
-    hidden: Tensor,
-    head_weight: Tensor,
-    latent: Callable[[Tensor, Tensor], Tensor] | None,
-    w2: Tensor | None,
-    keep_base: bool = False,
-    base: Tensor | None = None,
-) -> NodeLogits:
-    """Return z_d(u) = base logits of depth d + w2 @ latent, one depth at a time.
-
-    hidden [A, B, H]; head_weight [V, H] frozen; latent(parent_tokens [A, W], hidden_d [A, 1, H])
-    -> [A, W, r]; w2 [V, r]; the last two None without a Markov head. The head product runs in the
-    weights' dtype, the sum in float32 (float64 if the head is). The result broadcasts over W.
-    base: the base logits of all depths [A, B, V] in the weights' dtype; keep_base=True computes and
-    keeps them here, once; else every call computes its own.
-    """
-    dtype = torch.float64 if head_weight.dtype == torch.float64 else torch.float32
-    if keep_base and base is None:
-        table = hidden.flatten(0, 1).to(head_weight.dtype) @ head_weight.T
-        base = table.unflatten(0, hidden.shape[:2])
-    kept: Sequence[Tensor] = () if base is None else base.unbind(1)
-
-    def node_logits(depth: int, parent_tokens: Tensor) -> Tensor:
-        states = hidden[:, depth - 1]
-        # two dimensions: a product with a strided [A, 1, H] copies the head once per anchor
-        own = kept[depth - 1] if kept else states.to(head_weight.dtype) @ head_weight.T
-        own = own.to(dtype).unsqueeze(1)
-        if latent is None or w2 is None:
-            return own.expand(-1, parent_tokens.shape[1], -1)
-        codes = latent(parent_tokens, states.unsqueeze(1)).to(w2.dtype)
-        return own + (codes.flatten(0, 1) @ w2.T).unflatten(0, parent_tokens.shape)
-
-    return node_logits
 
 
 def teacher_from_hidden(
@@ -217,18 +223,11 @@ def _packed_nodes(pool: CandidatePool, packed: PackedTree) -> Tensor:
     return marks.scatter_(1, index, True)[:, :pool_size]
 
 
-def _parent_tokens(pool: CandidatePool, depth: int) -> Tensor:
-    """Tokens [A, W] of the parents expanded at `depth` (the anchors at depth 1)."""
-    frontier = pool.frontiers[depth - 1]
-    tokens = pool.tokens.gather(1, frontier.clamp(min=0))
-    return torch.where(frontier < 0, pool.anchors.unsqueeze(1), tokens)
-
-
 def _reference(
     pool: CandidatePool, policy: TreePolicy, teacher_probs: TeacherProbs, top_j: int
 ) -> _Reference:
     masses: list[Tensor] = []
-    top_ids, top_probs, greedy = [], [], []
+    top_ids, top_probs = [], []
     for d in range(1, policy.depth + 1):
         probs = teacher_probs(d)
         columns = pool.children_of(d)
@@ -240,68 +239,21 @@ def _reference(
         values, ids = ordered_topk(probs, min(top_j, probs.shape[-1]))
         top_ids.append(ids)
         top_probs.append(values)
-        greedy.append(ids[:, 0])
-    return _Reference(torch.cat(masses, 1), top_ids, top_probs, torch.stack(greedy, 1))
+    return _Reference(torch.cat(masses, 1), torch.stack(top_ids, 1), torch.stack(top_probs, 1))
 
 
-class _Picked(torch.autograd.Function):
-    """(z [..., V], index [..., n]) -> z at the index [..., n] and logsumexp of z [..., 1].
-
-    The gradient of both needs one tensor of z's size, where autograd makes four.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        normaliser = z.logsumexp(-1, keepdim=True)
-        ctx.save_for_backward(z, index, normaliser)
-        return z.gather(-1, index), normaliser
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_picked: Tensor, grad_normaliser: Tensor) -> tuple[Tensor, None]:
-        z, index, normaliser = ctx.saved_tensors
-        grad = (z - normaliser).exp_().mul_(grad_normaliser)
-        return grad.scatter_add_(-1, index, grad_picked), None
-
-
-def tree_terms(
-    plan: ReplayPlan, node_logits: NodeLogits, *, recompute: bool = True
-) -> dict[str, LossTerm]:
+def tree_terms(plan: ReplayPlan, logits: Tensor, lse: Tensor) -> dict[str, LossTerm]:
     """Return the terms "survival" and "coverage" of planned trees, the differentiable half.
 
-    Gradients flow through node_logits, which is evaluated once per depth; twice with recompute,
-    which keeps one depth's logits alive at a time.
+    Gradients flow through logits [A, P, K + J], those of `plan.tokens` after each parent, and
+    lse [A, P], the log-sum-exp of all logits of the parent.
     """
-    pool, reference, settings = plan.pool, plan.reference, plan.settings
-
-    def terms_at(depth: int, parents: Tensor, children: Tensor) -> tuple[Tensor, ...]:
-        z = node_logits(depth, parents)
-        top = reference.top_ids[depth - 1].unsqueeze(1).expand(-1, parents.shape[1], -1)
-        num_children = children.shape[-1]
-        picked, normaliser = _Picked.apply(z, torch.cat([children, top], -1))
-        child_z, top_z = picked[..., :num_children], picked[..., num_children:]
-        log_q = child_z - normaliser
-        mass = plan.node_weight[:, pool.children_of(depth)].view_as(log_q)
-        survival = survival_term(log_q, mass)
-        # the last child is the k-th token of the total order: its logit is the boundary
-        phi = coverage_penalty(top_z, child_z[..., -1], settings.margin, settings.cap)
-        weights = plan.depth_weight[:, depth - 1]
-        covered = coverage_term(phi, reference.top_probs[depth - 1], weights)
-        return survival.numerator, survival.denominator, covered.numerator, covered.denominator
-
-    by_depth: list[Tensor] = []
-    for d in range(1, len(pool.frontiers) + 1):
-        parents = _parent_tokens(pool, d)
-        children = pool.tokens[:, pool.children_of(d)].unflatten(1, (parents.shape[1], -1))
-        if recompute:
-            parts = checkpoint(
-                terms_at, d, parents, children, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            parts = terms_at(d, parents, children)
-        by_depth.append(torch.stack(parts))
-    totals = torch.stack(by_depth).sum(0)
+    num_children = plan.pool.num_children
+    children, top = logits[..., :num_children], logits[..., num_children:]
+    log_q = children - lse.unsqueeze(-1)
+    # the last child is the k-th token of the total order: its logit is the boundary
+    phi = coverage_penalty(top, children[..., -1], plan.settings.margin, plan.settings.cap)
     return {
-        "survival": LossTerm(totals[0], totals[1].detach()),
-        "coverage": LossTerm(totals[2], totals[3].detach()),
+        "survival": survival_term(log_q, plan.node_weight.view_as(log_q)),
+        "coverage": plan.coverage(phi),
     }

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rows of the vocabulary losses go into one matrix product with the head.
 
-Rows of one teacher position stand together, so that a block needs few rows of the teacher.
+Rows of one teacher position stand together, so that a block needs few rows of the teacher. Tree
+nodes go with the row whose base logits they have.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -69,7 +71,7 @@ def plan_rows(
 ) -> RowPlan:
     """Return the blocks of n rows, in teacher order where there is a teacher.
 
-    hidden [n, H], labels [n], teacher_row [n], shared [m]: as vocab_losses_sharing has them.
+    hidden [n, H], labels [n], teacher_row [n], shared [m]: as fused.vocab_pass has them.
     """
     num_rows, device = hidden.shape[0], hidden.device
     if teacher_row is None:
@@ -94,6 +96,13 @@ def plan_rows(
     return RowPlan(order, None if labels is None else labels[order], sorted_rows, blocks)
 
 
+def _places(order: Tensor) -> Tensor:
+    """Where each of n rows stands in `order` [n]."""
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    return place
+
+
 def _shared_parts(
     order: Tensor, shared: Tensor | None, borders: list[int]
 ) -> list[tuple[Tensor, Tensor]]:
@@ -101,12 +110,66 @@ def _shared_parts(
     if shared is None:
         nothing = order[:0]
         return [(nothing, nothing)] * (len(borders) - 1)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
-    places, slots = place[shared].sort()
+    places, slots = _places(order)[shared].sort()
     # transferred to the host: one integer per block
     cuts = torch.searchsorted(places, torch.tensor(borders, device=order.device)).tolist()
     return [
         (places[i:j] - start, slots[i:j])
         for i, j, start in zip(cuts[:-1], cuts[1:], borders[:-1], strict=True)
     ]
+
+
+@dataclass
+class NodePlan:
+    """R nodes in the order of their rows.
+
+    order [R]: nodes in that order; place [R]: of their rows among all, in teacher order, ascending.
+    before: for each of the n + 1 borders of places, how many nodes stand before it.
+    """
+
+    order: Tensor
+    place: Tensor
+    before: list[int]
+
+
+def plan_nodes(plan: RowPlan, rows: Tensor) -> NodePlan:
+    """Return the order of nodes whose rows are rows [R] int64."""
+    sorted_places, order = _places(plan.order)[rows].sort(stable=True)
+    # transferred to the host: one integer per row
+    counts = torch.bincount(sorted_places, minlength=len(plan.order)).tolist()
+    return NodePlan(order, sorted_places, list(accumulate(counts, initial=0)))
+
+
+@dataclass
+class Part:
+    """Rows of a block that are worked on together (relative to it), and their nodes (in order)."""
+
+    rows: slice
+    nodes: slice
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the part."""
+        return self.rows.stop - self.rows.start
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the part."""
+        return self.nodes.stop - self.nodes.start
+
+
+def parts_of(block: Block, chunk_rows: int, nodes: NodePlan | None = None) -> list[Part]:
+    """Return the parts of a block: chunk_rows rows, or fewer where they have many nodes.
+
+    A part of several rows has at most twice as many nodes as chunk_rows.
+    """
+    before = [0] * (block.stop + 1) if nodes is None else nodes.before
+    parts, first = [], block.start
+    while first < block.stop:
+        last = min(first + chunk_rows, block.stop)
+        while last > first + 1 and before[last] - before[first] > 2 * chunk_rows:
+            last -= 1
+        rows = slice(first - block.start, last - block.start)
+        parts.append(Part(rows, slice(before[first], before[last])))
+        first = last
+    return parts

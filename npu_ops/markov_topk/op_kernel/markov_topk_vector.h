@@ -7,6 +7,8 @@
 
 // Stands for the maximum before there is one: finite, so that -inf minus it is -inf and no NaN.
 constexpr float kMarkovLowest = -3.0e38f;
+// The largest float stands for a maximum of +inf: then +inf minus it is +inf and no NaN either.
+constexpr float kMarkovHighest = 3.4028235e38f;
 
 template <typename T>
 class MarkovVector {
@@ -190,6 +192,8 @@ class MarkovVector {
     WholeReduceMax(State(3), fold, 64, rows, 1, 1, 8, ReduceOrder::ORDER_ONLY_VALUE);
     PipeBarrier<PIPE_V>();
     Max(State(2), State(0), State(3), rows);
+    PipeBarrier<PIPE_V>();
+    Mins(State(2), State(2), kMarkovHighest, rows);
     PipeBarrier<PIPE_V>();
     Sub(State(4), State(0), State(2), rows);
     PipeBarrier<PIPE_V>();

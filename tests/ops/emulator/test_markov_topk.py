@@ -11,7 +11,9 @@ import math
 import pytest
 import torch
 
+import npu_ops  # noqa: F401  (defines the operators)
 from npu_ops.emulator import operators
+from npu_ops.emulator.dispatch import emulated
 from tests.ops.emulator.markov_topk_world import BF16, F16, F32, expected, operands
 
 
@@ -74,6 +76,38 @@ def test_nan_and_minus_infinity_rank_last_in_token_order():
     arguments[0][1, 200] = 1
     arguments[0][2, ::2] = math.nan
     check(arguments, 16, blocks=2)
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_infinite_logits_come_first_and_make_lse_infinite(blocks):
+    arguments = operands(8, 5, 5, 900, 16, F32)
+    # once in the first tile, in the last of several blocks, everywhere, beside NaN and -inf
+    arguments[0][0, 7] = arguments[0][1, 880] = math.inf
+    arguments[0][2] = math.inf
+    arguments[0][3, ::3], arguments[0][3, 1::3], arguments[0][3, 5] = math.nan, -math.inf, math.inf
+    check(arguments, 8, blocks=blocks)
+    assert operators.markov_topk(*arguments, 8, blocks=blocks).results[2].isinf().tolist() == [
+        True, True, True, True, False,
+    ]  # fmt: skip
+
+
+def test_the_largest_float_is_no_infinity():
+    base, base_row, latent, w2 = operands(9, 2, 1, 300, 16, F32)
+    base[0, 40] = torch.finfo(F32).max
+    check((base, base_row, torch.zeros_like(latent), w2), 4, blocks=2)
+
+
+def test_the_parent_overload_runs_the_kernel_on_gathered_rows():
+    base, base_row, _, w2 = operands(10, 6, 2, 500, 32)
+    w1 = operands(11, 500, 1, 500, 32)[3]
+    parents = torch.tensor([499, 0, 7, 7, 123, 250], dtype=torch.int32)
+    with emulated(blocks=2) as calls:
+        found = torch.ops.treespark.markov_topk.parent(base, base_row, w1, parents, w2, 4)
+    assert calls["markov_topk"] == 1
+    values, indices, lse = expected(base, base_row, w1[parents.long()], w2, 4)
+    torch.testing.assert_close(found[0], values, rtol=0, atol=0)
+    assert torch.equal(found[1], indices)
+    torch.testing.assert_close(found[2], lse, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_of_the_base_are_shared_in_any_order():
