@@ -204,7 +204,7 @@ def resolve_dtype(name: str | torch.dtype | None, device: torch.device | str) ->
     if name is None or name == "auto":
         return torch.float32 if kind == "cpu" else torch.bfloat16
     dtype = name if isinstance(name, torch.dtype) else _DTYPES.get(name.strip().lower())
-    if dtype not in _DTYPES.values():
+    if dtype is None or dtype not in _DTYPES.values():
         raise UsageError(f"--dtype {name}: no such dtype, allowed: auto, {', '.join(_DTYPES)}")
     if dtype is torch.float64 and kind == "npu":
         raise UsageError(
