@@ -28,6 +28,8 @@ app = typer.Typer(
 # As npu_ops.registry has them, which would load torch.
 OPS_MODES = ("auto", "reference", "kernel")
 
+_STDOUT = 1
+
 # What the parser raises for every mistake on a command line: click's UsageError. From some release
 # on typer brings its own copy of click, of which it names only this subclass.
 _ParseError: Any = typer.BadParameter.__base__
@@ -168,9 +170,9 @@ def _run() -> int:
 def _is_output_broken() -> bool:
     """Whether standard output fails again; if so, give up what waits in its buffer."""
     try:
-        sys.stdout.flush()
+        os.write(_STDOUT, b"\n")
     except OSError:
         # The interpreter would try once more at its end, with a traceback.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
         return True
     return False
