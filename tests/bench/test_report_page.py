@@ -14,7 +14,7 @@ from tests.bench.suite_world import HOSTILE, RunWriter, dataset, plausible_run, 
 from tests.bench.test_report_results import A, one_cell_run, timed_cell
 from treespark.bench.report.page import json_block
 from treespark.bench.report.study import read_studies
-from treespark.bench.report.write import notes, write_suite_report
+from treespark.bench.report.write import facts, notes, write_suite_report
 from treespark.cli import main
 from treespark.errors import UsageError
 
@@ -136,6 +136,16 @@ def test_texts_of_records_stay_texts(tmp_path):
     elements = Elements(page.read_text())
     assert [tag for tag, _ in elements.tags].count("script") == 2
     assert "&lt;script&gt;alert(&quot;1&quot;)&lt;/script&gt;" in page.read_text()
+
+
+def test_setting_names_folders_without_the_way_to_them(tmp_path):
+    folder = one_cell_run(tmp_path, command=["/home/me/bin/treespark", "bench", "suite", "my.yaml"],
+                          target={"path": "/home/me/models/Qwen3-4B", "vocab_size": 9})  # fmt: skip
+    (study,) = read_studies([folder])
+    shown = dict(facts(study))
+    assert shown["command"] == "treespark bench suite my.yaml"
+    assert shown["target"] == "path Qwen3-4B, vocab_size 9"
+    assert shown["versions"] == "treespark 0.1.0, torch 2.13.0"
 
 
 def test_two_targets_have_their_own_tables_on_one_page(tmp_path):

@@ -95,6 +95,11 @@ def label_axes(axes: Axes, title: str, x_label: str, y_label: str) -> None:
     axes.set_ylabel(y_label, fontsize=8, color=INK)
 
 
+def count_ticks(axes: Axes) -> None:
+    """Give an axis of depths or tokens ticks at whole numbers only."""
+    axes.xaxis.get_major_locator().set_params(integer=True)
+
+
 def legend(figure: Figure, axes: Axes) -> None:
     """Put the labels of a panel below the figure."""
     handles, labels = axes.get_legend_handles_labels()

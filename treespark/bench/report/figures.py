@@ -14,6 +14,7 @@ from treespark.bench.report.drawing import (
     Drawing,
     bars,
     colour,
+    count_ticks,
     label_axes,
     legend,
     line,
@@ -82,6 +83,7 @@ def _positions(results: Results) -> Drawing | None:
     label_axes(left, "of rounds that proposed the depth", "depth", "accepted")
     label_axes(right, "of all rounds", "depth", "accepted")
     for axes in (left, right):
+        count_ticks(axes)
         axes.set_ylim(0, 1)
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
     legend(figure, left)
@@ -171,6 +173,8 @@ def _depths(results: Results) -> Drawing | None:
         right.plot(list(shares), list(shares.values()), linewidth=1.5, **style)
     label_axes(left, f"rounds that reach a depth, more than {base.title}", "depth", "points of 100")
     label_axes(right, "rounds by committed tokens", "tokens", "share of rounds")
+    count_ticks(left)
+    count_ticks(right)
     right.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
     right.set_ylim(bottom=0)
     legend(figure, left)

@@ -8,6 +8,7 @@ import io
 import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treespark.bench.plot import check_matplotlib
@@ -26,7 +27,6 @@ from treespark.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from treespark.bench.report.drawing import Drawing
     from treespark.bench.report.study import Study
@@ -175,7 +175,7 @@ def facts(study: Study) -> list[tuple[str, str]]:
     """Return the setting as (name, value)."""
     setting = study.setting
     shown = [
-        ("command", " ".join(setting.command)),
+        ("command", " ".join([Path(setting.command[0]).name, *setting.command[1:]])),
         ("time", setting.time),
         ("target", _described(setting.target)),
         *((f"drafter {name}", _described(drafter)) for name, drafter in setting.drafters.items()),
@@ -202,8 +202,10 @@ def facts(study: Study) -> list[tuple[str, str]]:
 
 
 def _described(values: dict[str, Any]) -> str:
-    """One line of a setting's part: what is a plain value, and the inside of `packages`."""
-    flat = {**values, **values.get("packages", {})} if "packages" in values else values
+    """One line of a setting's part: its plain values and its packages; of a path, the name."""
+    flat = {**values, **values.get("packages", {})}
+    if "path" in flat:
+        flat["path"] = Path(str(flat["path"])).name
     return ", ".join(
         f"{name} {value}"
         for name, value in flat.items()
