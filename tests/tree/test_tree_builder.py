@@ -173,7 +173,8 @@ def test_survival_of_an_edge_is_the_calibrated_probability():
     probabilities = torch.tensor([[[0.9, 0.3, 0.01, 1.0, 0.0]]])
 
     def given(depth, parents, branching):
-        return Children(torch.arange(5)[None, None], probabilities.log())
+        tokens, no_rest = torch.arange(5)[None, None], torch.zeros(1, 1)
+        return Children(tokens, probabilities.log(), no_rest)
 
     scores = surviving_children(given, 0.5, -0.25)(1, _anchors()[None], 5).log_probs.exp()
     odds = [0.9 / 0.1, 0.3 / 0.7, 0.01 / 0.99]

@@ -150,9 +150,9 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor
         # mkdtemp makes a private folder; the result gets the usual permissions.
         work.chmod(0o777 & ~_umask())
         if folder.is_dir():
-            shutil.copytree(
-                folder, work, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*")
-            )
+            # Neither the old weights nor what a killed write left.
+            left_out = shutil.ignore_patterns("*.safetensors*", ".*.tmp")
+            shutil.copytree(folder, work, dirs_exist_ok=True, ignore=left_out)
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (work / "config.json").write_text(text, encoding="utf-8")
         save_file(tensors, work / WEIGHTS_NAME, metadata={"format": "pt"})

@@ -125,9 +125,11 @@ def marginal_children(logits: Tensor) -> NodeChildren:
     best = children_of_logits(lambda depth, _: logits[:, depth - 1 : depth])
 
     def node_children(depth: int, parent_tokens: Tensor, branching: int) -> Children:
-        tokens, log_probs = best(depth, parent_tokens, branching)
+        tokens, log_probs, lse = best(depth, parent_tokens, branching)
         width = parent_tokens.shape[1]
-        return Children(tokens.expand(-1, width, -1), log_probs.expand(-1, width, -1))
+        return Children(
+            tokens.expand(-1, width, -1), log_probs.expand(-1, width, -1), lse.expand(-1, width)
+        )
 
     return node_children
 
@@ -139,9 +141,9 @@ def surviving_children(node_children: NodeChildren, alpha: float, beta: float) -
     """
 
     def calibrated(depth: int, parent_tokens: Tensor, branching: int) -> Children:
-        tokens, log_probs = node_children(depth, parent_tokens, branching)
+        tokens, log_probs, lse = node_children(depth, parent_tokens, branching)
         # log(1 - q) is -inf where q rounds to 1: then the edge is sure, at score 0.
         logits = log_probs - torch.log(-torch.expm1(log_probs))
-        return Children(tokens, logsigmoid(alpha * logits + beta))
+        return Children(tokens, logsigmoid(alpha * logits + beta), lse)
 
     return calibrated
