@@ -17,11 +17,11 @@ from tests.serving_world import (
 from treespark import LLM
 from treespark.errors import UsageError
 from treespark.serving import accept as accept_module
-from treespark.serving import engine as engine_module
 from treespark.serving.engine import Engine
 from treespark.serving.params import SamplingParams
 from treespark.serving.scheduler import Request
 from treespark.serving.speculation import MODES
+from treespark.tree import builder as builder_module
 from treespark.tree.policy import TreePolicy, pack
 
 LIMITS = [12, 20, 5, 9]
@@ -148,7 +148,7 @@ def test_a_round_fetches_from_the_device_once(monkeypatch):
             inside.clear()
 
     monkeypatch.setattr(accept_module, "to_host", counted_fetch)
-    monkeypatch.setattr(engine_module, "pack", pack_on_cpu)
+    monkeypatch.setattr(builder_module, "pack", pack_on_cpu)
     names = ["tolist", "item", "cpu", "numpy", "nonzero", "unique"]
     names += ["__bool__", "__int__", "__float__", "__index__"]
     for name in names:
