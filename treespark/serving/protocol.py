@@ -35,6 +35,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
     "priority": (0,),
+    # sglang-router writes these into every request it passes on.
+    "no_stop_trim": (False,),
+    "return_hidden_states": (False,),
+    "separate_reasoning": (True, False),
+    "stream_reasoning": (True, False),
 }
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 
