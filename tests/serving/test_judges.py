@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Judges that others wrote, against a running server: schemathesis, lm-eval, wrk.
 
-Each is skipped where it is not on the PATH; best in an environment of its own:
-`pip install schemathesis`, `pip install "lm-eval[api]" transformers`, `apt-get install -y wrk`.
+Each is skipped where it is not on the PATH; best in an environment of its own, without torch:
+
+    python -m venv judges && judges/bin/pip install schemathesis "lm-eval[api]==0.4.13" transformers
+    apt-get install -y wrk
+    PATH=$PATH:$PWD/judges/bin bash tools/test.sh tests/serving/test_judges.py -m slow
 """
 
 import json
