@@ -123,7 +123,7 @@ def _eager_tree_terms(
     """Return "survival" and "coverage" of T trees with the logits of all depths kept."""
     policy, settings = objective.policy, objective.coverage
     with torch.no_grad():
-        pool = expand(drafter.node_logits(hidden), anchors, policy)
+        pool = expand(drafter.node_logits(hidden.detach()), anchors, policy)
         index = pack(pool, policy.budget).pool_index
     rows, size = pool.tokens.shape
     packed = torch.zeros(rows, size + 1, dtype=torch.bool)
