@@ -8,6 +8,7 @@ import pytest
 from tests.training.kill_points import assert_same, outcome
 from tests.training.test_loop import stop_after
 from tests.training.tiny_run import random_rows, recipe, write
+from treespark.drafter.inspect import RECORD
 from treespark.errors import UsageError
 from treespark.training import checkpoint, loop
 
@@ -39,6 +40,8 @@ def shared(tmp_path, rows):
     assert stopped == tmp_path / "warmup" / f"step-{SHARED:08d}"
     assert checkpoint.saved_steps(tmp_path / "warmup") == [SHARED]
     assert not (tmp_path / "warmup" / "drafter").exists()
+    # What describes a drafter is not put beside the files that a checkpoint's manifest lists.
+    assert not (stopped / RECORD).exists()
     return tmp_path / "warmup"
 
 

@@ -76,6 +76,7 @@ class _Run:
     last_step: int
     stop_ids: frozenset[int]
     best: BestDrafter | None
+    maker: dict[str, Any]
 
 
 def train(
@@ -129,12 +130,9 @@ def train(
             last,
             frozenset(target.eos_token_ids),
             best,
+            record.maker(recipe, target, drafter.config),
         )
-        folder = _train(run, resume, other)
-        if ranks.is_first:
-            made = record.maker(recipe, target, drafter.config)
-            record.write(folder, made, recipe.output.dir / "metrics.jsonl")
-        return folder
+        return _train(run, resume, other)
 
 
 def _train(run: _Run, resume: str, other: Path | None) -> Path:
@@ -163,6 +161,7 @@ def _train(run: _Run, resume: str, other: Path | None) -> Path:
     with run.updates.whole_weights():
         if run.ranks.is_first:
             setup.export(run.recipe, run.drafter, folder)
+            record.write(folder, run.maker, output / METRICS)
     run.ranks.wait()
     return folder
 
