@@ -73,24 +73,10 @@ def run_acceptance(
         check_file(out, "--out ")
     model = TargetModel.from_pretrained(target, dtype=dtype, device=device)
     some = load_prompts(prompts, model, num_prompts)
-    length = needed_length(some, max_tokens, model.max_context)
     loaded = [load_drafter_for(folder, model) for folder in drafters]
-    counts: dict[str, dict[str, list[Counts]]] = {CHAIN: {}, TREE: {}}
-    todo = [
-        (method, folder, drafter, policy)
-        for folder, drafter in zip(drafters, loaded, strict=True)
-        for method, policy in _policies(drafter, budget).items()
-    ]
-    with tqdm(total=len(todo) * len(some), unit="prompt", desc="acceptance", mininterval=1) as bar:
-        for method, folder, drafter, policy in todo:
-            decode = own_method(
-                method, model, drafter, policy, batch_size=batch_size, max_model_len=length
-            ).run
-            found = counts[method][str(folder)] = []
-            for group in batches(some, batch_size):
-                records = decode([prompt.token_ids for prompt in group], max_tokens).records or []
-                found += map(_counts, records)
-                bar.update(len(group))
+    counts = _decode_all(
+        model, dict(zip(drafters, loaded, strict=True)), some, budget, batch_size, max_tokens
+    )
     result = {
         "target": str(model.path),
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -110,6 +96,36 @@ def run_acceptance(
         for method in (CHAIN, TREE):
             wide_console().print(_table(result, method))
     return result
+
+
+def _decode_all(
+    model: TargetModel,
+    drafters: dict[Path, Drafter],
+    prompts: Sequence[Prompt],
+    budget: int | None,
+    batch_size: int,
+    max_tokens: int,
+) -> dict[str, dict[str, list[Counts]]]:
+    """Decode all prompts with every drafter; return the counts per prompt by method and folder."""
+    length = needed_length(prompts, max_tokens, model.max_context)
+    counts: dict[str, dict[str, list[Counts]]] = {CHAIN: {}, TREE: {}}
+    todo = [
+        (method, folder, drafter, policy)
+        for folder, drafter in drafters.items()
+        for method, policy in _policies(drafter, budget).items()
+    ]
+    total = len(todo) * len(prompts)
+    with tqdm(total=total, unit="prompt", desc="acceptance", mininterval=1) as bar:
+        for method, folder, drafter, policy in todo:
+            decode = own_method(
+                method, model, drafter, policy, batch_size=batch_size, max_model_len=length
+            ).run
+            found = counts[method][str(folder)] = []
+            for group in batches(prompts, batch_size):
+                records = decode([prompt.token_ids for prompt in group], max_tokens).records or []
+                found += map(_counts, records)
+                bar.update(len(group))
+    return counts
 
 
 def _policies(drafter: Drafter, budget: int | None) -> dict[str, TreePolicy]:
