@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.bench.suite_tiny import ALL_METHODS, METHODS, write_suite
 from treespark.bench.suite import run_suite
@@ -132,7 +133,9 @@ def test_traces_cover_every_method_that_drafts(whole):
 def test_a_killed_run_loses_one_cell_and_goes_on(tmp_path):
     few = {"methods": METHODS[:2], "datasets": [{"name": "gsm8k", "count": 1}]}
     recipe = write_suite(tmp_path, repeats=1000, **few)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    # A run goes on with its own number of threads only.
+    threads = str(torch.get_num_threads())
+    environment = os.environ | {"OMP_NUM_THREADS": threads, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     process = subprocess.Popen(
         [sys.executable, "-m", "treespark", "bench", "suite", str(recipe)],
         env=environment,
