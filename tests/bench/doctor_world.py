@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, pad
 
 from tests.serving_world import TEXT_VOCAB, drafter, world
 from treespark.bench.doctor import target_answers
-from treespark.bench.doctor_probes import view
+from treespark.bench.views import view
 from treespark.target.template import render_prompt
 
 if TYPE_CHECKING:

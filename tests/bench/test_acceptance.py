@@ -11,11 +11,11 @@ from tests.bench.bench_world import text_target, write_drafter, write_prompts
 from tests.serving_world import eagle3_drafter
 from treespark import cli
 from treespark.bench.acceptance import (
-    Counts,
     acceptance_with_deviations,
     run_acceptance,
     standard_error,
 )
+from treespark.bench.acceptance_counts import Counts
 from treespark.bench.metrics import acceptance_length
 from treespark.bench.workload import load_prompts
 from treespark.errors import UsageError
@@ -38,16 +38,17 @@ def prompts(tmp_path):
     return [plain, sorted_]
 
 
-def test_lengths_are_those_of_decoding_by_domain_and_in_all(tmp_path, capsys, prompts):
+@pytest.mark.parametrize("replay", [False, True])
+def test_lengths_are_those_of_decoding_by_domain_and_in_all(tmp_path, capsys, prompts, replay):
     target = text_target()
     one = write_drafter(tmp_path / "one")
     copy = shutil.copytree(one, tmp_path / "copy")
     eagle = tmp_path / "eagle"
     eagle3_drafter(target).save_pretrained(eagle)
-    run_acceptance(
-        target.path, [one, copy, eagle], prompts, max_tokens=16, as_json=True, batch_size=2
-    )
+    options = {"max_tokens": 16, "batch_size": 2, "replay": replay, "as_json": True}
+    run_acceptance(target.path, [one, copy, eagle], prompts, **options)
     found = json.loads(capsys.readouterr().out)
+    assert found["replay"] is replay
     assert found["prompts"] == {"plain": 3, "code": 2, "math": 1, "all": 6}
     some = load_prompts(prompts, target)
     policies = {"chain": TreePolicy(5, 1, 5), "tree": TreePolicy(5, 3, 12)}
@@ -65,7 +66,11 @@ def test_lengths_are_those_of_decoding_by_domain_and_in_all(tmp_path, capsys, pr
         same = found[method][str(copy)]["all"]
         assert (same["difference"], same["difference_error"]) == (0.0, 0.0)
         assert found["drafters"][str(one)][method]["budget"] == policy.budget
-    assert str(eagle) in found["chain"]
+    of_eagle = LLM(target, eagle, TreePolicy(5, 1, 5)).generate(
+        [prompt.token_ids for prompt in some], SamplingParams(16)
+    )
+    real = acceptance_length([answer.metrics for answer in of_eagle])
+    assert found["chain"][str(eagle)]["all"]["acceptance"] == real
     assert str(eagle) not in found["tree"]
 
 

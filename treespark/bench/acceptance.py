@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`treespark bench acceptance`: what several drafters of a target reach on the same prompts.
 
-Every drafter really decodes every prompt, once as a chain and once with its tree. Acceptance
-lengths are committed tokens over rounds, by domain and over all prompts, with standard errors that
-say how far another draw of as many prompts might lie.
+Every drafter decodes every prompt, or is replayed along the target's answer to it, as a chain and
+with its tree (`acceptance_counts.py`). Acceptance lengths are committed tokens over rounds, by
+domain and over all prompts, with standard errors that say how far another draw of as many prompts
+might lie.
 """
 
 from __future__ import annotations
@@ -12,39 +13,28 @@ import dataclasses
 import json
 import math
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
-from tqdm import tqdm
 
-from treespark.bench.methods import CHAIN, own_method
+from treespark.bench.acceptance_counts import TREE, decoded_counts, policies_of, replayed_counts
+from treespark.bench.methods import CHAIN
 from treespark.bench.tables import wide_console
-from treespark.bench.workload import batches, changed_policy, load_prompts, needed_length
+from treespark.bench.workload import load_prompts
 from treespark.data.jsonl import check_file, write_json_atomic
 from treespark.errors import UsageError
 from treespark.serving.llm import load_drafter_for
 from treespark.target.model import TargetModel
-from treespark.tree.policy import TreePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from treespark.bench.acceptance_counts import Counts
     from treespark.bench.workload import Prompt
-    from treespark.drafter.auto import Drafter
-    from treespark.serving.records import RequestRecord
 
-ALL, TREE = "all", "tree"
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Committed tokens and rounds of one prompt."""
-
-    committed: int
-    rounds: int
+ALL = "all"
 
 
 def run_acceptance(
@@ -58,14 +48,15 @@ def run_acceptance(
     max_tokens: int = 128,
     dtype: str | None = "auto",
     device: str | None = None,
+    replay: bool = False,
     out: Path | None = None,
     as_json: bool = False,
 ) -> dict[str, Any]:
-    """Decode the first `num_prompts` of each file with every drafter; print and return the table.
+    """Try every drafter on the first `num_prompts` of each file; print and return the table.
 
-    budget: nodes of the trees, None for each drafter's own. A drafter of chains has no trees. out:
-    JSON file of the result.  Raises UsageError, before anything is decoded, for input that does not
-    fit.
+    budget: nodes of the trees, None for each drafter's own. A drafter of chains has no trees.
+    replay: run the drafters along the target's answers instead of decoding with each.  out: JSON
+    file of the result.  Raises UsageError, before anything is decoded, for input that does not fit.
     """
     if len(set(drafters)) < len(drafters):
         raise UsageError("--drafter: a folder is given twice")
@@ -73,18 +64,18 @@ def run_acceptance(
         check_file(out, "--out ")
     model = TargetModel.from_pretrained(target, dtype=dtype, device=device)
     some = load_prompts(prompts, model, num_prompts)
-    loaded = [load_drafter_for(folder, model) for folder in drafters]
-    counts = _decode_all(
-        model, dict(zip(drafters, loaded, strict=True)), some, budget, batch_size, max_tokens
-    )
+    loaded = {folder: load_drafter_for(folder, model) for folder in drafters}
+    count = replayed_counts if replay else decoded_counts
+    counts = count(model, loaded, some, budget, batch_size, max_tokens)
     result = {
         "target": str(model.path),
         "dtype": str(model.dtype).removeprefix("torch."),
         "max_tokens": max_tokens,
+        "replay": replay,
         "prompts": {domain: len(rows) for domain, rows in _domains(some).items()},
         "drafters": {
-            str(folder): {m: dataclasses.asdict(p) for m, p in _policies(drafter, budget).items()}
-            for folder, drafter in zip(drafters, loaded, strict=True)
+            str(folder): {m: dataclasses.asdict(p) for m, p in policies_of(drafter, budget).items()}
+            for folder, drafter in loaded.items()
         },
         **{method: _lengths(by_drafter, some) for method, by_drafter in counts.items()},
     }
@@ -96,47 +87,6 @@ def run_acceptance(
         for method in (CHAIN, TREE):
             wide_console().print(_table(result, method))
     return result
-
-
-def _decode_all(
-    model: TargetModel,
-    drafters: dict[Path, Drafter],
-    prompts: Sequence[Prompt],
-    budget: int | None,
-    batch_size: int,
-    max_tokens: int,
-) -> dict[str, dict[str, list[Counts]]]:
-    """Decode all prompts with every drafter; return the counts per prompt by method and folder."""
-    length = needed_length(prompts, max_tokens, model.max_context)
-    counts: dict[str, dict[str, list[Counts]]] = {CHAIN: {}, TREE: {}}
-    todo = [
-        (method, folder, drafter, policy)
-        for folder, drafter in drafters.items()
-        for method, policy in _policies(drafter, budget).items()
-    ]
-    total = len(todo) * len(prompts)
-    with tqdm(total=total, unit="prompt", desc="acceptance", mininterval=1) as bar:
-        for method, folder, drafter, policy in todo:
-            decode = own_method(
-                method, model, drafter, policy, batch_size=batch_size, max_model_len=length
-            ).run
-            found = counts[method][str(folder)] = []
-            for group in batches(prompts, batch_size):
-                records = decode([prompt.token_ids for prompt in group], max_tokens).records or []
-                found += map(_counts, records)
-                bar.update(len(group))
-    return counts
-
-
-def _policies(drafter: Drafter, budget: int | None) -> dict[str, TreePolicy]:
-    """The drafter's chain and, where it has trees, its tree."""
-    tree = changed_policy(drafter, depth=None, branching=None, budget=budget)
-    found = {CHAIN: TreePolicy(tree.depth, 1, tree.depth)}
-    return found if drafter.config.chain_only else {**found, TREE: tree}
-
-
-def _counts(record: RequestRecord) -> Counts:
-    return Counts(sum(round_.num_committed for round_ in record.rounds), len(record.rounds))
 
 
 def _domains(prompts: Sequence[Prompt]) -> dict[str, list[int]]:

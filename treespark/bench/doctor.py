@@ -20,13 +20,8 @@ from rich.text import Text
 from tqdm import tqdm
 
 from treespark.bench.doctor_checks import Check, check_folders, check_views
-from treespark.bench.doctor_probes import (
-    Views,
-    acceptance,
-    nearby_layers,
-    probes,
-    view,
-)
+from treespark.bench.doctor_probes import acceptance, nearby_layers, probes
+from treespark.bench.views import Views, view
 from treespark.bench.workload import Prompt, load_prompts, needed_length
 from treespark.data.batches import Row
 from treespark.drafter.auto import DRAFTERS

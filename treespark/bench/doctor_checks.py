@@ -13,7 +13,7 @@ from treespark.drafter.inspect import TRAINED_FIELDS, explained_misfits
 from treespark.target.template import template_fingerprint, tokenizer_fingerprint
 
 if TYPE_CHECKING:
-    from treespark.bench.doctor_probes import Views
+    from treespark.bench.views import Views
     from treespark.drafter.auto import AnyDrafter
     from treespark.drafter.config import DrafterConfig
     from treespark.drafter.loading import TargetWeights

@@ -2,7 +2,7 @@
 """A drafter as it would be if its config said something else, and how far its drafts then reach.
 
 Acceptance is that of greedy chains, simulated on answers of the target (`training/evaluate.py`), so
-that a probe costs drafter passes only. Shapes: L tokens of a row, m taps, H target hidden size.
+that a probe costs drafter passes only.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from treespark.bench.views import ViewedFeatures, taps_of
 from treespark.drafter.config import TreeSparkConfig
 from treespark.drafter.eagle3 import Eagle3Config
 from treespark.target.families import default_mask_token_id
@@ -20,31 +21,14 @@ from treespark.training.evaluate import simulated_acceptance
 from treespark.tree.policy import MAX_DEPTH, TreePolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-    from torch import Tensor
-
-    from treespark.data.batches import Row
+    from treespark.bench.views import Views
     from treespark.drafter.auto import AnyDrafter
     from treespark.target.model import TargetModel
 
 # Tokens by which published drafters call their mask.
 _MASK_TOKENS = ("<|MASK|>", "<|mask|>", "<mask>", "[MASK]")
-
-
-@dataclass(frozen=True)
-class Views:
-    """Answers of a target and the outputs of its layers on them.
-
-    outputs: (layer, row id) -> [1, L, H].
-    """
-
-    rows: Sequence[Row]
-    outputs: dict[tuple[int, str], Tensor]
-
-    def __call__(self, rows: Sequence[Row], layer_ids: Sequence[int]) -> Tensor:
-        """Return features [1, L, m*H] of the only row."""
-        return torch.cat([self.outputs[layer, rows[0].id] for layer in layer_ids], -1)
 
 
 @dataclass(frozen=True)
@@ -56,21 +40,9 @@ class Probe:
     drafter: AnyDrafter
 
 
-def view(target: TargetModel, rows: Sequence[Row], layer_ids: Sequence[int]) -> Views:
-    """Run the target over the rows, these layers tapped."""
-    target.set_taps(layer_ids)
-    outputs = {}
-    for row in rows:
-        ids = torch.from_numpy(row.token_ids)[None].to(target.device)
-        features, _ = target.sequence_outputs(ids, [len(row.token_ids)])
-        parts = features.split(target.hidden_size, -1)
-        outputs |= {(layer, row.id): part for layer, part in zip(layer_ids, parts, strict=True)}
-    return Views(rows, outputs)
-
-
 def nearby_layers(target: TargetModel, drafter: AnyDrafter) -> list[int]:
     """The drafter's layers and their neighbours, as far as they can be tapped."""
-    found = {tap + shift for tap in _taps(drafter) for shift in (-1, 0, 1)}
+    found = {tap + shift for tap in taps_of(drafter) for shift in (-1, 0, 1)}
     return sorted(found & set(range(target.num_layers - 1)))
 
 
@@ -78,20 +50,13 @@ def acceptance(drafter: AnyDrafter, views: Views, policy: TreePolicy | None = No
     """Return committed tokens a round of the policy, by default of the drafter's greedy chain."""
     depth = drafter.config.block_size
     chain = policy or TreePolicy(depth, 1, depth)
-    taps = _taps(drafter)
-
-    class _Features:
-        def __call__(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-            features = views(rows, taps)
-            # Of the last hidden states, which only training reads, there are none.
-            return features, features[..., :0]
-
-        def prefetch(self, rows: Sequence[Row]) -> None:
-            pass
-
     longest = max(len(row.token_ids) - row.prompt_len for row in views.rows)
     counts = simulated_acceptance(
-        drafter, views.rows, _Features(), {"one": chain}, max_tokens=longest
+        drafter,
+        views.rows,
+        ViewedFeatures(views, taps_of(drafter)),
+        {"one": chain},
+        max_tokens=longest,
     )
     committed, rounds = counts["one"]
     return committed / max(1, rounds)
@@ -128,12 +93,6 @@ def probes(target: TargetModel, drafter: AnyDrafter) -> Iterator[Probe]:
         yield Probe("dtype", "the drafter in float32", twin(drafter, torch.float32))
 
 
-def _taps(drafter: AnyDrafter) -> list[int]:
-    taps = drafter.config.target_layer_ids
-    assert taps is not None
-    return taps
-
-
 def _layouts(drafter: AnyDrafter) -> Iterator[Probe]:
     """The other block layout: over as many slots, and over as many depths."""
     config = drafter.config
@@ -148,7 +107,7 @@ def _layouts(drafter: AnyDrafter) -> Iterator[Probe]:
 
 def _layer_offsets(target: TargetModel, drafter: AnyDrafter) -> Iterator[Probe]:
     for shift in (-1, 1):
-        shifted = [tap + shift for tap in _taps(drafter)]
+        shifted = [tap + shift for tap in taps_of(drafter)]
         if shifted[0] >= 0 and shifted[-1] < target.num_layers - 1:
             made = twin(drafter, target_layer_ids=shifted)
             yield Probe("layer offset", f"target_layer_ids {shifted}", made)

@@ -112,6 +112,12 @@ def bench_acceptance(
     ] = None,
     max_tokens: MaxTokens = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests decoded at a time.")] = 8,
+    replay: Annotated[
+        bool,
+        typer.Option(
+            "--replay", help="Let the target answer once and replay all drafters along its answers."
+        ),
+    ] = False,
     dtype: Dtype = "auto",
     device: Device = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
@@ -128,6 +134,7 @@ def bench_acceptance(
         budget=budget,
         batch_size=batch_size,
         max_tokens=max_tokens,
+        replay=replay,
         dtype=dtype,
         device=device,
         out=out,
