@@ -247,6 +247,11 @@ def synchronize(device: torch.device | str) -> None:
         getattr(torch, device.type).synchronize(device)
 
 
+def is_host(device: torch.device) -> bool:
+    """Whether numbers on `device` are read without a wait or a transfer."""
+    return device.type == "cpu"
+
+
 def to_host(tensors: Sequence[Tensor]) -> list[list[Any]]:
     """The values of integer and float32 tensors of one device, as nested lists, in one transfer.
 

@@ -102,6 +102,33 @@ def test_more_requests_than_a_call_takes_are_several_calls(monkeypatch, rows):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("most", [10_000, 5])
+def test_parents_that_are_not_needed_cost_no_row(monkeypatch, most):
+    drafter = make("vanilla")
+    hidden, needed = (
+        random_hidden(drafter),
+        torch.tensor([[True, True, False], [True, False, True]]),
+    )
+    wanted = drafter.node_children(hidden)(2, PARENTS, 4)
+    rows, real = [], npu_ops.markov_topk
+
+    def counted(base_logits, base_row, latent, w2, k):
+        rows.append(len(base_row))
+        return real(base_logits, base_row, latent, w2, k)
+
+    monkeypatch.setattr(npu_ops, "markov_topk", counted)
+    # With too many requests for one call, everybody is asked.
+    monkeypatch.setattr(children, "MAX_ROWS", most)
+    found = drafter.node_children(hidden)(2, PARENTS, 4, needed)
+    assert rows == ([4] if most > 5 else [3, 3])
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one[needed], other[needed], rtol=0, atol=1e-6)
+    if most > 5:
+        assert (found.log_probs[~needed] == -torch.inf).all()
+    nobody = drafter.node_children(hidden)(2, PARENTS, 4, torch.zeros_like(needed))
+    assert most == 5 or (nobody.log_probs == -torch.inf).all()
+
+
 def test_no_requests_have_no_children():
     drafter = make("vanilla")
     found = drafter.node_children(random_hidden(drafter)[:0])(1, PARENTS[:0], 4)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every way to grow drafts gives the target's own text, and grows what it says."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -56,6 +58,22 @@ def _drafted(made, length=3):
     made.extend_context(cache, 0, 0, features, torch.arange(length))
     anchors = torch.tensor([7])
     return made.draft_block(cache, [0], [length], anchors), anchors
+
+
+@pytest.mark.parametrize("name", GROWTHS)
+def test_what_cannot_be_packed_is_proposed_only_if_asked_for(name):
+    growth, policy = GROWTHS[name]
+    made = drafter(world(seed=2).target)
+    hidden, anchors = _drafted(made)
+    few, limits = dataclasses.replace(policy, budget=4), torch.tensor([4])
+    pool, tree = growth.grow(made, hidden, anchors, few, limits)
+    whole = dataclasses.replace(growth, whole_pool=True)
+    everything, same = whole.grow(made, hidden, anchors, few, limits)
+    assert pool.tokens.shape[1] < everything.tokens.shape[1]
+    for part in ("tokens", "parents", "depths", "valid"):
+        assert torch.equal(getattr(tree, part), getattr(same, part))
+    # Products of fewer rows round differently.
+    torch.testing.assert_close(tree.scores, same.scores)
 
 
 def test_a_marginal_chain_takes_the_best_token_of_each_depth():

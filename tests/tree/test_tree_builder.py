@@ -172,7 +172,7 @@ def test_a_limit_on_depths_cuts_thresholded_trees_too():
 def test_survival_of_an_edge_is_the_calibrated_probability():
     probabilities = torch.tensor([[[0.9, 0.3, 0.01, 1.0, 0.0]]])
 
-    def given(depth, parents, branching):
+    def given(depth, parents, branching, needed):
         tokens, no_rest = torch.arange(5)[None, None], torch.zeros(1, 1)
         return Children(tokens, probabilities.log(), no_rest)
 

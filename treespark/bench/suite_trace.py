@@ -82,7 +82,7 @@ def trace(
 ) -> list[TraceRow]:
     """Decode one prompt alone; return its rounds, without rounds an empty list."""
     growth = method.growth_at(1)
-    traced = TracedGrowth(growth.builder, growth.min_confidence)
+    traced = TracedGrowth(growth.builder, growth.min_confidence, whole_pool=True)
     engine = Engine(
         target,
         method.drafter,

@@ -47,7 +47,9 @@ def markov_children(
     rank, table = head.markov_w1.embedding_dim, base.flatten(0, 1)
     first_rows = torch.arange(num_requests, device=base.device, dtype=torch.int32) * num_depths
 
-    def node_children(depth: int, parent_tokens: Tensor, branching: int) -> Children:
+    def node_children(
+        depth: int, parent_tokens: Tensor, branching: int, needed: Tensor | None = None
+    ) -> Children:
         width, k = parent_tokens.shape[1], min(branching, vocab)
         if not within_limits(rank, k, max(width, num_depths)):
             return from_logits(depth, parent_tokens, branching)
@@ -58,22 +60,33 @@ def markov_children(
             return Children(nothing.long(), nothing, nothing[..., 0])
         base_row = (first_rows + (depth - 1)).repeat_interleave(width)
         most = MAX_ROWS // max(width, num_depths)
-        found = [
-            npu_ops.markov_topk(
-                table[first * num_depths : (first + most) * num_depths],
-                base_row[: min(most, num_requests - first) * width],
-                latent[first * width : (first + most) * width],
-                head.projection,
-                k,
-            )
-            for first in range(0, num_requests, most)
-        ]
-        best = (
-            found[0] if len(found) == 1 else MarkovTopk(*map(torch.cat, zip(*found, strict=True)))
-        )
+        if needed is not None and num_requests <= most:
+            rows = needed.flatten().nonzero().squeeze(1)
+            some = npu_ops.markov_topk(table, base_row[rows], latent[rows], head.projection, k)
+            best = _spread(some, rows, len(base_row))
+        else:
+            found = [
+                npu_ops.markov_topk(
+                    table[first * num_depths : (first + most) * num_depths],
+                    base_row[: min(most, num_requests - first) * width],
+                    latent[first * width : (first + most) * width],
+                    head.projection,
+                    k,
+                )
+                for first in range(0, num_requests, most)
+            ]
+            best = MarkovTopk(*map(torch.cat, zip(*found, strict=True)))
         shape = (num_requests, width, k)
         log_probs = edge_scores(best.values - best.lse[:, None])
         tokens, lse = best.indices.long().view(shape), best.lse.view(shape[:2])
         return Children(tokens, log_probs.view(shape), lse)
 
     return node_children
+
+
+def _spread(best: MarkovTopk, rows: Tensor, num_rows: int) -> MarkovTopk:
+    """Put the results of `rows` at their places among num_rows; elsewhere values of -inf."""
+    values = best.values.new_full((num_rows, best.values.shape[1]), -torch.inf)
+    indices, lse = torch.zeros_like(values, dtype=torch.int32), values.new_zeros(num_rows)
+    values[rows], indices[rows], lse[rows] = best
+    return MarkovTopk(values, indices, lse)

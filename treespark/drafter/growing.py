@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from treespark.device import is_host
 from treespark.drafter.auto import drafted_children
 from treespark.errors import UsageError
 from treespark.tree.builder import MARGINAL, TreeBuilder, marginal_children
@@ -28,11 +29,13 @@ class Growth:
     """A builder of trees and, for chains, the confidence below which they are cut.
 
     min_confidence: a chain ends before the first draft whose confidence is lower; 0 cuts nothing.
+    whole_pool: propose also candidates that cannot be packed, for who wants to look at them.
     Source: algorithms 3.7 (static threshold), DeepSpec's evaluator.
     """
 
     builder: TreeBuilder = field(default_factory=TreeBuilder)
     min_confidence: float = 0.0
+    whole_pool: bool = False
 
     def check(self, drafter: Drafter, policy: TreePolicy) -> None:
         """Raise UsageError for a drafter that cannot grow like this."""
@@ -67,7 +70,9 @@ class Growth:
             children = marginal_children(drafter.base_logits(hidden))
         else:
             children = drafted_children(drafter, hidden, anchors)
-        pool = self.builder.expand(children, anchors, policy)
+        # On an accelerator a wait at every depth would cost more than the candidates left out.
+        leaves_out = is_host(anchors.device) and not self.whole_pool
+        pool = self.builder.expand(children, anchors, policy, max_depths if leaves_out else None)
         if self.min_confidence:
             confident = confident_depths(drafter, hidden, anchors, pool, self.min_confidence)
             max_depths = torch.minimum(max_depths, confident)

@@ -156,8 +156,10 @@ def plan_replay(
     settings = CoverageSettings() if coverage is None else coverage
     lse: list[Tensor] = []
 
-    def remembered(depth: int, parent_tokens: Tensor, branching: int) -> Children:
-        children = node_children(depth, parent_tokens, branching)
+    def remembered(
+        depth: int, parent_tokens: Tensor, branching: int, needed: Tensor | None = None
+    ) -> Children:
+        children = node_children(depth, parent_tokens, branching, needed)
         lse.append(children.lse)
         return children
 

@@ -2,7 +2,8 @@
 """The draft tree: proposed by `policy`, stored by `packed`, judged by `verify`.
 
 Pure tensor functions, shared unchanged by training replay and by serving. Nothing here waits for
-the device, and no shape depends on the data.
+the device, and no shape depends on the data, unless `expand_children` is asked for no more than a
+tree needs.
 """
 
 from treespark.tree.packed import PackedTree

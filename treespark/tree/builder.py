@@ -101,15 +101,20 @@ class TreeBuilder:
         return dataclasses.replace(policy, frontier=policy.budget)
 
     def expand(
-        self, node_children: NodeChildren, anchors: Tensor, policy: TreePolicy
+        self,
+        node_children: NodeChildren,
+        anchors: Tensor,
+        policy: TreePolicy,
+        packed_depths: Tensor | None = None,
     ) -> CandidatePool:
         """Return the candidates of each request, with this builder's priority as scores.
 
-        node_children: of this builder's proposal.  anchors: [R] int64.
+        node_children: of this builder's proposal.  anchors: [R] int64.  packed_depths: see
+        `policy.expand_children`.
         """
         if self.priority == SURVIVAL:
             node_children = surviving_children(node_children, self.alpha, self.beta)
-        return expand_children(node_children, anchors, self.shape(policy))
+        return expand_children(node_children, anchors, self.shape(policy), packed_depths)
 
     def pack(self, pool: CandidatePool, policy: TreePolicy, max_depths: Tensor) -> PackedTree:
         """Return the trees that are kept of the candidates; max_depths: see `policy.pack`."""
@@ -124,7 +129,9 @@ def marginal_children(logits: Tensor) -> NodeChildren:
     """
     best = children_of_logits(lambda depth, _: logits[:, depth - 1 : depth])
 
-    def node_children(depth: int, parent_tokens: Tensor, branching: int) -> Children:
+    def node_children(
+        depth: int, parent_tokens: Tensor, branching: int, needed: Tensor | None = None
+    ) -> Children:
         tokens, log_probs, lse = best(depth, parent_tokens, branching)
         width = parent_tokens.shape[1]
         return Children(
@@ -140,8 +147,10 @@ def surviving_children(node_children: NodeChildren, alpha: float, beta: float) -
     Source: algorithms 4.1, log sigmoid(alpha * logit(q) + beta).
     """
 
-    def calibrated(depth: int, parent_tokens: Tensor, branching: int) -> Children:
-        tokens, log_probs, lse = node_children(depth, parent_tokens, branching)
+    def calibrated(
+        depth: int, parent_tokens: Tensor, branching: int, needed: Tensor | None = None
+    ) -> Children:
+        tokens, log_probs, lse = node_children(depth, parent_tokens, branching, needed)
         # log(1 - q) is -inf where q rounds to 1: then the edge is sure, at score 0.
         logits = log_probs - torch.log(-torch.expm1(log_probs))
         return Children(tokens, logsigmoid(alpha * logits + beta), lse)

@@ -21,7 +21,7 @@ holds the parents of its nodes, also where scores tie or are -inf.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -49,8 +49,19 @@ class Children(NamedTuple):
     lse: Tensor
 
 
-NodeChildren = Callable[[int, Tensor, int], Children]
-"""(depth d in 1..B, parent tokens [R, W] int64, branching) -> their min(branching, V) children."""
+class NodeChildren(Protocol):
+    """What a drafter proposes below nodes of one depth."""
+
+    def __call__(
+        self, depth: int, parent_tokens: Tensor, branching: int, needed: Tensor | None = None
+    ) -> Children:
+        """Return the min(branching, V) children of each parent at depth - 1.
+
+        depth: 1..B.  parent_tokens: [R, W] int64.  needed: [R, W] bool, None for all; the children
+        of other parents are never packed, and may be any with scores -inf.
+        """
+        ...
+
 
 # Largest trees: as the recipe's `policy` section has them. What is larger exhausts memory, and no
 # target gains from it.
@@ -125,7 +136,10 @@ def expand(node_logits: NodeLogits, anchors: Tensor, policy: TreePolicy) -> Cand
 
 @torch.no_grad()
 def expand_children(
-    node_children: NodeChildren, anchors: Tensor, policy: TreePolicy
+    node_children: NodeChildren,
+    anchors: Tensor,
+    policy: TreePolicy,
+    packed_depths: Tensor | None = None,
 ) -> CandidatePool:
     """Propose candidates depth by depth: the best children of the frontier, which moves on to them.
 
@@ -133,6 +147,11 @@ def expand_children(
     [R, W].  anchors: [R] int64.  Returns k * (1 + W_2 + ... + W_B) candidates per request, where
     k = min(branching, V) and W_d = min(frontier width, candidates at depth d-1).  Scores have the
     dtype of the children's, float32 or float64.
+
+    packed_depths: [R] int, the `max_depths` with which the pool will be packed to the policy's
+    budget. Parents that cannot have a child in that tree are then not asked, and columns or depths
+    without any needed parent are left out: the same trees for less work. It waits for the device at
+    every depth, so it is for devices where that is free.
 
     No gradient is recorded, the result is a discrete choice.  Nothing raises, as that would wait
     for the device.
@@ -146,9 +165,10 @@ def expand_children(
     frontier_tokens = anchors[:, None]
     frontier_scores = torch.zeros_like(frontier_tokens, dtype=torch.float32)
     frontier = torch.full_like(frontier_tokens, NO_PARENT)
+    needed: Tensor | None = None
     num_created = 0
     for depth in range(1, policy.depth + 1):
-        child_tokens, log_probs, _ = node_children(depth, frontier_tokens, policy.branching)
+        child_tokens, log_probs, _ = node_children(depth, frontier_tokens, policy.branching, needed)
         frontiers.append(frontier)
         tokens.append(child_tokens.flatten(1))
         parents.append(frontier[..., None].expand_as(child_tokens).flatten(1))
@@ -156,6 +176,15 @@ def expand_children(
         scores.append((frontier_scores[..., None] + log_probs).flatten(1))
         if depth < policy.depth:
             frontier_scores, rank = ordered_topk(scores[-1], policy.frontier_width)
+            if packed_depths is not None:
+                needed = _needed(frontier_scores, scores, policy.budget)
+                needed &= packed_depths[:, None] > depth
+                # The best come first, so of each request the needed ones do.
+                width = int(needed.any(0).sum())
+                if width == 0:
+                    break
+                frontier_scores, rank = frontier_scores[:, :width], rank[:, :width]
+                needed = needed[:, :width]
             frontier_tokens = tokens[-1].gather(1, rank)
             frontier = rank + num_created
             num_created += tokens[-1].shape[1]
@@ -167,6 +196,20 @@ def expand_children(
         anchors=anchors,
         frontiers=frontiers,
     )
+
+
+def _needed(frontier_scores: Tensor, scores: list[Tensor], budget: int) -> Tensor:
+    """Which nodes may still have a child among the `budget` best of all, [R, W] bool.
+
+    scores: of all nodes so far. A child is worth no more than its parent, and loses ties against
+    what was created before it: with `budget` nodes worth as much as the parent there is no room.
+    """
+    pool = torch.cat(scores, 1)
+    if pool.shape[1] < budget:
+        return torch.ones_like(frontier_scores, dtype=torch.bool)
+    if budget == 0:
+        return torch.zeros_like(frontier_scores, dtype=torch.bool)
+    return frontier_scores > pool.topk(budget, dim=1).values[:, -1:]
 
 
 def pack(
@@ -242,7 +285,9 @@ def _packed_rows(
 def children_of_logits(node_logits: NodeLogits) -> NodeChildren:
     """Return the function that picks each parent's best children from its logits."""
 
-    def node_children(depth: int, parent_tokens: Tensor, branching: int) -> Children:
+    def node_children(
+        depth: int, parent_tokens: Tensor, branching: int, needed: Tensor | None = None
+    ) -> Children:
         logits = node_logits(depth, parent_tokens)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         values, tokens = ordered_topk(logits, branching)
