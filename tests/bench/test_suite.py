@@ -314,6 +314,20 @@ def test_records_without_their_setting_are_not_taken_for_another_ones(tmp_path):
             r"method autoregressive: budget: not an option of autoregressive decoding",
         ),
         ({"drafters": {"block": "data"}}, r"drafter .*data: "),
+        (
+            {
+                "methods": [
+                    *METHODS,
+                    {
+                        "name": "wide",
+                        "method": "treespark",
+                        "drafter": "block",
+                        "title": "TreeSpark",
+                    },
+                ]
+            },
+            r"method wide: title 'TreeSpark' is also the one of treespark; give another",
+        ),
     ],
 )
 def test_a_mistake_is_named_and_nothing_is_written(tmp_path, changes, message):
@@ -331,7 +345,15 @@ def test_a_mistake_is_named_and_nothing_is_written(tmp_path, changes, message):
             r"yaml:\d+: methods: name 'autoregressive' given twice",
         ),
         ({"methods": [{"name": "dspark", "drafter": "x"}]}, r"drafter 'x': drafters: block"),
-        ({"datasets": [{"name": "gsm9k"}]}, r"'gsm9k' is not allowed: need one of gsm8k, math500"),
+        ({"datasets": [{"name": "gsm9k"}]}, r"'gsm9k' is not allowed: need .*, writing-politics$"),
+        (
+            {"datasets": [{"name": "gsm8k", "count": 0}]},
+            r"count: 0 is not allowed: need >= 1 .*\d$",
+        ),
+        ({"datasets": []}, r"datasets: \[\] is not allowed: need a list that is not empty$"),
+        ({"drafters": ["block"]}, r"drafters: \['block'\] is not allowed: need a section of keys"),
+        ({"methods": [METHODS[0] | {"title": "a\nb"}]}, r"title 'a\\nb' is not allowed: need one"),
+        ({"methods": [METHODS[0] | {"title": " "}]}, r"title ' ' is not allowed: need one line"),
         ({"baseline": "dflash"}, r"baseline 'dflash': need one of the methods autoregressive"),
         ({"concurrencies": [1, 1]}, r"concurrencies \[1, 1\]: one is given twice"),
         ({"data": None}, r"dataset gsm8k: need file, hub, or data for all datasets"),

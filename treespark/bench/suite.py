@@ -118,6 +118,7 @@ def _prepare(recipe: SuiteRecipe, device: str | None) -> _Suite:
         _check_length(selection, recipe.max_tokens, target.max_context)
     drafters = {name: load_drafter_for(path, target) for name, path in recipe.drafters.items()}
     methods = [suite_method(section, drafters, target) for section in recipe.methods]
+    _check_titles(methods)
     setting = SuiteSetting(
         command=sys.argv,
         time=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -155,6 +156,17 @@ def _check_length(selection: Selection, max_tokens: int, max_context: int) -> No
                 f"with max_tokens {max_tokens} more than the target's context of {max_context}; "
                 "prompts are never cut: lower max_tokens, or leave long ones out by "
                 "max_prompt_tokens"
+            )
+
+
+def _check_titles(methods: list[SuiteMethod]) -> None:
+    """Tables tell methods apart by their titles, also by those that a recipe does not give."""
+    names: dict[str, str] = {}
+    for row in (method.row for method in methods):
+        other = names.setdefault(row.title, row.name)
+        if other != row.name:
+            raise UsageError(
+                f"method {row.name}: title {row.title!r} is also the one of {other}; give another"
             )
 
 
