@@ -67,12 +67,14 @@ def run_acceptance(
     JSON file of the result.  Raises UsageError, before anything is decoded, for input that does not
     fit.
     """
-    if len(set(drafters)) < len(drafters):
+    if len({folder.resolve() for folder in drafters}) < len(drafters):
         raise UsageError("--drafter: a folder is given twice")
     if out is not None:
         check_file(out, "--out ")
     model = TargetModel.from_pretrained(target, dtype=dtype, device=device)
     some = load_prompts(prompts, model, num_prompts)
+    if any(prompt.domain == ALL for prompt in some):
+        raise UsageError(f"--prompts: a category or file is called {ALL}, as the sum is; rename it")
     loaded = [load_drafter_for(folder, model) for folder in drafters]
     counts = _decode_all(
         model, dict(zip(drafters, loaded, strict=True)), some, budget, batch_size, max_tokens
