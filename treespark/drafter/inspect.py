@@ -12,6 +12,7 @@ from treespark.drafter.config_json import LAYOUT_NAMES, read_config
 from treespark.drafter.eagle3 import Eagle3Config
 from treespark.drafter.json_fields import read_json, refusal
 from treespark.drafter.loading import (
+    RECORD,
     TargetWeights,
     check_tensors,
     frozen_keys,
@@ -19,8 +20,6 @@ from treespark.drafter.loading import (
     read_weights,
 )
 
-# Written into a drafter's folder by the trainer.
-RECORD = "treespark.json"
 # Fields of a config that the weights were trained for and nothing else shows.
 TRAINED_FIELDS = (
     "block_size",
