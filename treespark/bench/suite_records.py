@@ -263,8 +263,9 @@ class SuiteRun:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.setting = read_setting(folder)
+        # First: a run that goes on meanwhile writes its setting before any cell of it.
         self.cells = read_cells(folder / CELLS)
+        self.setting = read_setting(folder)
         _check_covered(self.setting, self.cells, folder / CELLS)
 
     @property
