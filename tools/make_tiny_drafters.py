@@ -3,6 +3,7 @@
 
     python tools/make_tiny_drafters.py OUT_DIR [--layout zlab-dflash ...] [--seed 0]
 
+They fit the target that `tools/make_tiny_models.py OUT_DIR --family llama --layers 8` writes.
 Nothing here uses what reads or writes those layouts in treespark: the folders are written down from
 the config classes and modules of DeepSpec, z-lab/dflash, SpecForge and speculators.
 """
@@ -326,6 +327,9 @@ def main() -> None:
     parser.add_argument("--layout", nargs="+", choices=sorted(LAYOUTS), default=sorted(LAYOUTS))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    for layout in args.layout:
+        if (args.out_dir / layout).exists():
+            parser.error(f"OUT_DIR {args.out_dir}: {layout} is there already")
     for layout in args.layout:
         print(make_tiny_drafter(layout, args.out_dir / layout, Maker(seed=args.seed)))
 

@@ -2,7 +2,7 @@
 """Write tiny random target folders (config, safetensors, tokenizer with chat template) for tests
 and trials.
 
-    python tools/make_tiny_models.py OUT_DIR [--family llama qwen3 ...] [--seed 0]
+    python tools/make_tiny_models.py OUT_DIR [--family llama qwen3 ...] [--layers 4] [--seed 0]
 
 Nothing is downloaded: the tokenizer knows the 256 bytes and four special tokens. Weights are drawn
 wide enough that greedy choices are clear.
@@ -97,10 +97,14 @@ def main() -> None:
     )
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--family", nargs="+", choices=sorted(FAMILIES), default=["llama", "qwen3"])
+    parser.add_argument("--layers", type=int, default=_SIZES["num_hidden_layers"])
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.layers < 1:
+        parser.error(f"--layers {args.layers}: need at least 1")
     for family in args.family:
-        print(make_tiny_model(family, args.out_dir / f"tiny-{family}", args.seed))
+        folder = args.out_dir / f"tiny-{family}"
+        print(make_tiny_model(family, folder, args.seed, num_hidden_layers=args.layers))
 
 
 if __name__ == "__main__":

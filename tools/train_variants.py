@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treespark.data.interrupt import StopRequest
+from treespark.data.jsonl import check_folder
 from treespark.errors import UsageError
 from treespark.recipe import LossWeights, Recipe, load_recipe
 
@@ -46,9 +47,12 @@ def plan_jobs(recipes: Sequence[Path], out: Path, overrides: Sequence[str]) -> l
 
     Raises UsageError for a recipe that does not load and for two of one name.
     """
-    loaded = {path.stem: (path, load_recipe(path, overrides)) for path in recipes}
-    if len(loaded) < len(recipes):
-        raise UsageError("RECIPE: two of them have the same name")
+    loaded: dict[str, tuple[Path, Recipe]] = {}
+    for path in recipes:
+        if path.stem in loaded:
+            other = loaded[path.stem][0]
+            raise UsageError(f"RECIPE {path}: {other} has the same name, which names the run")
+        loaded[path.stem] = (path, load_recipe(path, overrides))
     groups: dict[str, list[str]] = {}
     for name, (_, recipe) in loaded.items():
         groups.setdefault(_shared_part(name, recipe), []).append(name)
@@ -160,6 +164,9 @@ def main() -> int:
     if options.at_a_time < 1:
         parser.error(f"--at-a-time {options.at_a_time}: need at least 1")
     try:
+        if options.out.exists() and not options.out.is_dir():
+            raise UsageError(f"--out {options.out}: not a folder")
+        check_folder(options.out, f"--out {options.out}")
         jobs = plan_jobs(options.recipes, options.out, options.set)
     except UsageError as error:
         parser.error(str(error))

@@ -94,6 +94,9 @@ def _explain(
 ) -> str:
     """The first mistake on one line: where, which key, what is allowed."""
     errors = problem.errors(include_url=False)
+    # A list whose items are wrong is called too short as well.
+    places = [error["loc"] for error in errors]
+    errors = [e for e in errors if not any(_is_inside(place, e["loc"]) for place in places)]
     # A misspelt key is the likely reason of other complaints, as that the right one is missing.
     error = min(errors, key=lambda e: e["type"] != "extra_forbidden")
     key = tuple(str(part) for part in error["loc"])
@@ -111,6 +114,10 @@ def _explain(
     else:
         message = f"{dotted}: {error['input']!r} is not allowed: {_allowed(root, key, error)}"
     return f"{where}: {message}" + (f" (and {len(errors) - 1} more)" if len(errors) > 1 else "")
+
+
+def _is_inside(place: tuple[int | str, ...], outer: tuple[int | str, ...]) -> bool:
+    return len(place) > len(outer) and place[: len(outer)] == outer
 
 
 def _where(key: Key, error: ErrorDetails, origins: Origins) -> str | None:
@@ -135,7 +142,13 @@ def _section_fields(section: type[BaseModel], key: Key) -> dict[str, FieldInfo]:
     return section.model_fields
 
 
-_NEEDS = {"tuple_type": "a list", "model_type": "a section of keys", "path_type": "a path"}
+_NEEDS = {
+    "tuple_type": "a list",
+    "too_short": "a list that is not empty",
+    "model_type": "a section of keys",
+    "dict_type": "a section of keys",
+    "path_type": "a path",
+}
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "multiple_of": "a multiple of"}
 
 

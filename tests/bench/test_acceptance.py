@@ -90,6 +90,15 @@ def test_the_table_and_the_file_say_the_same(tmp_path, capsys, monkeypatch, prom
         assert f"{found[method][str(one)]['all']['acceptance']:.3f}" in text
 
 
+def test_categories_and_folders_are_shown_as_they_are(tmp_path, capsys):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"category": "[/x] :100:", "prompt": "a"}\n')
+    run_acceptance(text_target().path, [write_drafter(tmp_path / "[b]")], [path], max_tokens=4)
+    shown = capsys.readouterr().out
+    assert "[/x] :100:" in shown
+    assert "/[b]" in shown.replace("\n", "").replace(" ", "")
+
+
 def test_errors_are_as_large_as_other_draws_of_prompts_differ():
     draw = random.Random(0)
 
@@ -115,6 +124,10 @@ def test_what_cannot_be_decoded_is_refused_before_anything_is(tmp_path, monkeypa
     monkeypatch.setattr(LLM, "generate", lambda *_: pytest.fail("decoded"))
     with pytest.raises(UsageError, match="--drafter: a folder is given twice"):
         run_acceptance(target, [one, one], prompts)
+    with pytest.raises(UsageError, match="--drafter: a folder is given twice"):
+        run_acceptance(target, [one, one / ".." / "one"], prompts)
+    with pytest.raises(UsageError, match="a category or file is called all, as the sum is"):
+        run_acceptance(target, [one], [write_prompts(tmp_path / "all.jsonl")])
     with pytest.raises(UsageError, match="exceed the target's context"):
         run_acceptance(target, [one], prompts, max_tokens=10_000)
     with pytest.raises(UsageError, match="--budget 5000"):

@@ -11,9 +11,10 @@ from tests.bench import doctor_world
 from tests.drafter.helpers import edit_config, edit_tensors
 from tests.serving_world import TEXT_VOCAB, world
 from treespark import cli
-from treespark.bench.doctor import examine
+from treespark.bench.doctor import examine, run_doctor
 from treespark.bench.workload import load_prompts
 from treespark.drafter.eagle3 import Eagle3Config, Eagle3Drafter
+from treespark.errors import UsageError
 from treespark.target.model import TargetModel
 
 GOOD = 3.0
@@ -109,7 +110,7 @@ def test_a_drafter_of_another_target_is_named(folder, tmp_path):
     assert found.causes[0].startswith("another target: no change")
 
 
-def test_another_embedding_in_the_folder_is_named(folder, tmp_path):
+def test_another_embedding_in_the_folder_is_named(tmp_path, capsys):
     target = doctor_world.target()
     drafter = doctor_world.drafter(
         target, target_layer_ids=[1], markov_rank=8, block_size=doctor_world.DEPTH
@@ -117,7 +118,12 @@ def test_another_embedding_in_the_folder_is_named(folder, tmp_path):
     drafter.attach_target(target.embed_weight + 1, target.head_weight)
     drafter.export_deepspec(tmp_path / "deepspec")
     found = diagnose(tmp_path / "deepspec", tmp_path)
-    assert "embedding and head" in failed(found)
+    assert failed(found) == ["embedding and head", "acceptance"]
+    assert not found.causes
+    questions = doctor_world.questions(tmp_path / "questions.jsonl")
+    assert not run_doctor(target.path, tmp_path / "deepspec", questions, dtype="float32")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith("the problems above are embedding and head, acceptance")
 
 
 def test_sizes_that_do_not_fit_are_said_without_a_forward_pass(folder, tmp_path):
@@ -151,6 +157,35 @@ def test_a_drafter_that_had_not_learnt_is_not_blamed_on_its_target(tmp_path):
     (tmp_path / "random" / "treespark.json").write_text(json.dumps(record))
     found = diagnose(tmp_path / "random", tmp_path)
     assert found.causes == ["training: it had not learnt to draft when it ended"]
+
+
+def test_a_drafter_of_this_target_by_its_fingerprint_is_not_blamed_on_it(tmp_path):
+    target = doctor_world.target()
+    made = doctor_world.drafter(target, target_layer_ids=[1], mask_token_id=258)
+    made.save_pretrained(tmp_path / "random")
+    (tmp_path / "random" / "treespark.json").write_text(json.dumps({"steps": 4, "held_out": {}}))
+    edit_config(tmp_path / "random", lambda raw: raw.update(target_fingerprint=target.fingerprint))
+    found = diagnose(tmp_path / "random", tmp_path)
+    assert found.causes[0].startswith("training: no change of layout")
+    assert "the training record has no held-out rows" in found.checks[-1].detail
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"held_out": 5}, "held_out is 5; need an object"),
+        ({"held_out": {"chain": "x"}}, r"held_out\.chain is 'x'; need a number"),
+        ({"steps": [1]}, r"steps is \[1\]; need a number"),
+        ({"trained": [1]}, r"trained is \[1\]; need an object"),
+        ({"target": "x"}, "target is 'x'; need an object"),
+    ],
+)
+def test_a_record_of_another_shape_is_named_before_the_target_is_loaded(
+    folder, tmp_path, record, message
+):
+    (folder / "treespark.json").write_text(json.dumps(record))
+    with pytest.raises(UsageError, match=rf"treespark\.json {message}"):
+        run_doctor(tmp_path / "nowhere", folder)
 
 
 def test_a_template_that_the_drafter_does_not_know_is_named(folder, tmp_path):

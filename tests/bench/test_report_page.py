@@ -2,7 +2,9 @@
 """What `report suite` writes: one page that needs nothing, and the numbers in other formats."""
 
 import base64
+import dataclasses
 import hashlib
+import html
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -10,7 +12,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tests.bench.suite_world import HOSTILE, RunWriter, dataset, plausible_run, setting
+from tests.bench.suite_world import HOSTILE, METHODS, RunWriter, dataset, plausible_run, setting
 from tests.bench.test_report_results import A, one_cell_run, timed_cell
 from treespark.bench.report.page import json_block
 from treespark.bench.report.study import read_studies
@@ -173,6 +175,50 @@ def test_nothing_is_written_where_something_is_wrong(tmp_path):
     with pytest.raises(UsageError, match=r"--out .*file: not a folder"):
         write_suite_report([good], tmp_path / "file")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["index.html", "report.md", "report.tex", "report.json"])
+def test_files_that_are_no_report_of_ours_are_not_replaced(tmp_path, name):
+    good, out = one_cell_run(tmp_path / "run"), tmp_path / "out"
+    out.mkdir()
+    (out / name).write_text("mine")
+    with pytest.raises(UsageError, match=rf"--out .*out: its {name} is not of a report of ours"):
+        write_suite_report([good], out)
+    assert [(path.name, path.read_text()) for path in out.iterdir()] == [(name, "mine")]
+    (out / name).unlink()
+    # Beside other files, and again, also where it was interrupted.
+    (out / "notes.txt").write_text("mine")
+    write_suite_report([good], out).unlink()
+    assert write_suite_report([good], out).exists()
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_a_folder_in_place_of_a_file_is_named_before_anything_is_written(tmp_path):
+    good, out = one_cell_run(tmp_path / "run"), tmp_path / "out"
+    (out / "index.html").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"--out .*index\.html: cannot be written: it is a folder"):
+        write_suite_report([good], out)
+    assert [path.name for path in out.iterdir()] == ["index.html"]
+
+
+def test_a_run_that_is_given_twice_is_named(tmp_path):
+    folder = one_cell_run(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"^RUN .*: one folder is given twice$"):
+        write_suite_report([folder, folder / ".." / "run"], tmp_path / "out")
+
+
+def test_dollars_and_markup_of_titles_are_shown_as_they_are(tmp_path):
+    evil = r"$\frac$ *<b>* $x_1$"
+    methods = [dataclasses.replace(METHODS["dspark"], title=evil), METHODS["treespark"]]
+    own = dataclasses.replace(setting([A], ()), methods=methods, command=[])
+    run = RunWriter(own)
+    for method in ("dspark", "treespark"):
+        timed_cell(run, ("a", method, 1, 0), 10)
+    page = write_suite_report([run.write(tmp_path / "run")], tmp_path / "out")
+    figures = "".join(path.read_text() for path in (page.parent / "figures").glob("*.svg"))
+    assert html.escape(evil, quote=False) in figures
+    text = (page.parent / "report.md").read_text()
+    assert r"- method $\\frac$ \*\<b\>\* $x\_1$: chain" in text
 
 
 def call(monkeypatch, *args):

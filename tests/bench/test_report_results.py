@@ -191,3 +191,12 @@ def test_a_run_without_a_finished_cell_is_refused(tmp_path):
     folder = RunWriter(setting([A], ("dspark",))).write(tmp_path)
     with pytest.raises(UsageError, match="no cell of this run is finished"):
         read_studies([folder])
+
+
+def test_cells_of_a_server_leave_the_other_methods_finished(tmp_path):
+    asked = {"recipe": {"concurrencies": [1]}, "concurrencies": (1, 36)}
+    run = RunWriter(setting([A], ("dspark", "treespark"), **asked))
+    for key in (("a", "dspark", 1, 0), ("a", "treespark", 1, 0), ("a", "treespark", 36, 0)):
+        timed_cell(run, key, 10)
+    (study,) = read_studies([run.write(tmp_path)])
+    assert study.num_missing == 0

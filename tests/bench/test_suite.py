@@ -210,6 +210,13 @@ def test_methods_and_repeats_may_be_added_to_a_run(tmp_path):
     assert [row.name for row in both.setting.methods] == [m["name"] for m in METHODS]
 
 
+def test_what_was_measured_stays_where_a_recipe_asks_for_less(tmp_path):
+    first = run_suite(write_suite(tmp_path, methods=METHODS[:2], concurrencies=[1, 2], repeats=2))
+    less = run_suite(write_suite(tmp_path, methods=METHODS))
+    assert less.cells[: len(first.cells)] == first.cells
+    assert (less.setting.concurrencies, less.setting.repeats) == ([1, 2], 2)
+
+
 # ---------------------------------------------------------------------- mistakes
 
 
@@ -235,6 +242,38 @@ def test_a_run_folder_of_another_setting_is_refused(tmp_path_factory, changes, m
     with pytest.raises(UsageError, match=message):
         run_suite(recipe)
     assert (folder / "run" / SETTING).read_bytes() == setting
+
+
+def _contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_refused_run_leaves_the_setting_as_it_was(tmp_path):
+    run_suite(write_suite(tmp_path, methods=METHODS[:2]))
+    more = write_suite(tmp_path)
+    before = _contents(tmp_path / "run")
+    with (
+        SuiteWriter(tmp_path / "run"),
+        pytest.raises(UsageError, match="another process is writing this file"),
+    ):
+        run_suite(more)
+    assert _contents(tmp_path / "run") == before
+    with (tmp_path / "run" / CELLS).open("a") as cells:
+        cells.write("{}\n")
+    before = _contents(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"cells\.jsonl:\d+: missing key"):
+        run_suite(more)
+    assert _contents(tmp_path / "run") == before
+
+
+def test_records_without_their_setting_are_not_taken_for_another_ones(tmp_path):
+    recipe = write_suite(tmp_path, methods=METHODS[:2])
+    run_suite(recipe)
+    (tmp_path / "run" / SETTING).unlink()
+    before = _contents(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"it has cells\.jsonl without suite\.json"):
+        run_suite(recipe)
+    assert _contents(tmp_path / "run") == before
 
 
 @pytest.mark.parametrize(
@@ -275,6 +314,20 @@ def test_a_run_folder_of_another_setting_is_refused(tmp_path_factory, changes, m
             r"method autoregressive: budget: not an option of autoregressive decoding",
         ),
         ({"drafters": {"block": "data"}}, r"drafter .*data: "),
+        (
+            {
+                "methods": [
+                    *METHODS,
+                    {
+                        "name": "wide",
+                        "method": "treespark",
+                        "drafter": "block",
+                        "title": "TreeSpark",
+                    },
+                ]
+            },
+            r"method wide: title 'TreeSpark' is also the one of treespark; give another",
+        ),
     ],
 )
 def test_a_mistake_is_named_and_nothing_is_written(tmp_path, changes, message):
@@ -292,7 +345,15 @@ def test_a_mistake_is_named_and_nothing_is_written(tmp_path, changes, message):
             r"yaml:\d+: methods: name 'autoregressive' given twice",
         ),
         ({"methods": [{"name": "dspark", "drafter": "x"}]}, r"drafter 'x': drafters: block"),
-        ({"datasets": [{"name": "gsm9k"}]}, r"'gsm9k' is not allowed: need one of gsm8k, math500"),
+        ({"datasets": [{"name": "gsm9k"}]}, r"'gsm9k' is not allowed: need .*, writing-politics$"),
+        (
+            {"datasets": [{"name": "gsm8k", "count": 0}]},
+            r"count: 0 is not allowed: need >= 1 .*\d$",
+        ),
+        ({"datasets": []}, r"datasets: \[\] is not allowed: need a list that is not empty$"),
+        ({"drafters": ["block"]}, r"drafters: \['block'\] is not allowed: need a section of keys"),
+        ({"methods": [METHODS[0] | {"title": "a\nb"}]}, r"title 'a\\nb' is not allowed: need one"),
+        ({"methods": [METHODS[0] | {"title": " "}]}, r"title ' ' is not allowed: need one line"),
         ({"baseline": "dflash"}, r"baseline 'dflash': need one of the methods autoregressive"),
         ({"concurrencies": [1, 1]}, r"concurrencies \[1, 1\]: one is given twice"),
         ({"data": None}, r"dataset gsm8k: need file, hub, or data for all datasets"),

@@ -2,6 +2,7 @@
 """Records of an evaluation: written cell by cell, whole after a kill at any write."""
 
 import dataclasses
+import json
 import os
 import signal
 
@@ -22,6 +23,9 @@ from treespark.bench.suite_records import (
     SuiteSetting,
     TraceRow,
     read_setting,
+)
+from treespark.bench.suite_records import (
+    SETTING as SETTING_FILE,
 )
 from treespark.bench.suite_writer import SuiteWriter, write_setting
 from treespark.errors import UsageError
@@ -209,6 +213,8 @@ def test_a_file_that_lost_rows_is_refused(tmp_path):
         (('"round"', '"rund"'), r"rounds\.jsonl:1: unknown key 'rund'"),
         (('"round": 0, ', ""), r"rounds\.jsonl:1: missing key 'round'"),
         (('{"dataset"', '"dataset"'), r"rounds\.jsonl:1: malformed JSON"),
+        (('"round": 0', '"round": "0"'), r"rounds\.jsonl:1: round: '0' is not allowed: .*integer"),
+        (('"round": 0', '"round": true'), r"rounds\.jsonl:1: round: True is not allowed"),
     ],
 )
 def test_a_row_of_another_shape_is_named(tmp_path, change, message):
@@ -225,3 +231,93 @@ def test_a_folder_that_is_no_run_is_one_line(tmp_path):
     (tmp_path / "suite.json").write_text("{}")
     with pytest.raises(UsageError, match="not the setting of a suite: key 'baseline'"):
         read_setting(tmp_path)
+
+
+def _set(name, value):
+    def change(setting):
+        setting[name] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_set("datasets", None), "suite.json: datasets: None is not allowed: need a list"),
+        (_set("methods", ["x"]), "suite.json: methods: need an object, got str"),
+        (_set("target", None), "suite.json: target: None is not allowed"),
+        (_set("drafters", {"d": "x"}), r"suite.json: drafters.d: 'x' is not allowed"),
+        (_set("concurrencies", "1"), "suite.json: concurrencies: '1' is not allowed"),
+        (_set("repeats", "3"), "suite.json: repeats: '3' is not allowed"),
+        (_set("versions", None), "suite.json: versions: None is not allowed"),
+        (lambda setting: setting["methods"][0].update(depth="x"), "methods: depth: 'x'"),
+        # Of these, cells are there.
+        (_set("repeats", 2), "cells.jsonl: a cell of repeat 2, which suite.json lacks"),
+        (_set("concurrencies", [2]), "a cell of concurrency 1, which suite.json lacks"),
+        (_set("methods", []), "a cell of method 'treespark', which suite.json lacks"),
+    ],
+)
+def test_a_setting_that_is_none_or_of_other_cells_is_named(tmp_path, change, message):
+    _write_all(tmp_path)
+    path = tmp_path / SETTING_FILE
+    setting = json.loads(path.read_text())
+    change(setting)
+    path.write_text(json.dumps(setting))
+    with pytest.raises(UsageError, match=message):
+        SuiteRun(tmp_path)
+
+
+def _lines(change):
+    return lambda data: b"".join(change(data.splitlines(keepends=True)))
+
+
+_CHANGES = {
+    "last row lost": _lines(lambda rows: rows[:-1]),
+    "row lost": _lines(lambda rows: [*rows[:1], *rows[2:]]),
+    "row there twice": _lines(lambda rows: [*rows[:2], *rows[1:]]),
+    "all lost": lambda data: b"",
+    "torn": lambda data: data[:-9],
+}
+
+
+@pytest.mark.parametrize("name", [REQUESTS, ROUNDS])
+@pytest.mark.parametrize("change", _CHANGES.values(), ids=_CHANGES.keys())
+def test_no_number_is_made_of_rows_that_are_missing_or_there_twice(tmp_path, name, change):
+    _write_all(tmp_path)
+    path = tmp_path / name
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(UsageError, match=rf"{name}: \d rows of the cell .* the file was changed"):
+        list(SuiteRun(tmp_path).rounds())
+
+
+def test_a_cell_that_is_there_twice_is_refused(tmp_path):
+    _write_all(tmp_path)
+    path = tmp_path / CELLS
+    path.write_bytes(_CHANGES["row there twice"](path.read_bytes()))
+    for use in (SuiteRun, SuiteWriter):
+        with pytest.raises(UsageError, match=r"the cell .* is there 2 times"):
+            use(tmp_path)
+
+
+_FOREIGN = _lines(lambda rows: [*rows[:1], b'{"mine": 1}\n', *rows[1:]])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (CELLS, lambda data: b"", "rows of finished or of several cells"),
+        (CELLS, _lines(lambda rows: rows[:1]), "rows of finished or of several cells"),
+        (REQUESTS, _CHANGES["row there twice"], "rows of finished or of several cells"),
+        (ROUNDS, _FOREIGN, r"no row ends at byte \d+"),
+        (ROUNDS, lambda data: data + b'{"mine": 1}\n', "unknown key 'mine'"),
+    ],
+)
+def test_a_writer_cuts_off_nothing_that_no_kill_leaves(tmp_path, name, change, message):
+    _write_all(tmp_path)
+    (tmp_path / name).write_bytes(change((tmp_path / name).read_bytes()))
+    before = _contents(tmp_path)
+    for _ in range(2):
+        # Twice, as a refused writer must not keep its lock either.
+        with pytest.raises(UsageError, match=message):
+            SuiteWriter(tmp_path)
+    assert _contents(tmp_path) == before

@@ -127,6 +127,12 @@ def test_a_writing_domain_takes_its_own_rows_by_either_name(write):
     assert [p.token_ids for p in chosen.prompts] == [_ids("a"), _ids("b")]
 
 
+def test_a_file_without_the_domain_is_named_with_it(write):
+    folder = write("writingbench.jsonl", [{"turns": ["a"], "domain": "Education"}])
+    with pytest.raises(UsageError, match=r"has 0 usable prompts of domain Finance; give another"):
+        _select("writing-finance", folder, count=1)
+
+
 def test_a_file_by_name_is_read_in_place_of_the_folders(write):
     folder = write("mine.jsonl", [{"prompt": "a"}])
     chosen = _select("gsm8k", folder / "mine.jsonl", count=1)
@@ -140,6 +146,8 @@ def test_a_file_by_name_is_read_in_place_of_the_folders(write):
         ([{"turns": []}], r"gsm8k\.jsonl:1: no user turn, or an empty one"),
         ([{"turns": ["a"]}, {"turns": [" "]}], r"gsm8k\.jsonl:2: no user turn, or an empty one"),
         ([{"question": "a"}], r"gsm8k\.jsonl:1: no prompt among the keys"),
+        ([{"input_ids": [1]}], r"gsm8k\.jsonl:1: input_ids: a prompt has to be text here"),
+        ([], r"has 0 usable prompts; give another `file` or `data`$"),
     ],
 )
 def test_a_bad_row_is_named(write, rows, message):

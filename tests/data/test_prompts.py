@@ -97,6 +97,12 @@ def test_every_drop_is_counted_and_read_is_the_sum(tmp_path, target_folder, caps
     assert "dropped: too_long" in capsys.readouterr().out
 
 
+def test_names_in_the_printed_table_are_shown_as_they_are(tmp_path, target_folder, capsys):
+    rows = write_rows(tmp_path / "in.jsonl", [{"prompt": "a", "category": "[/x] :100:"}])
+    run_prompts([rows], tmp_path / "[b]" / "out.jsonl", target_folder)
+    assert "written: [/x] :100:" in capsys.readouterr().out
+
+
 def test_prompt_at_the_limit_is_kept_and_one_token_more_is_dropped(tmp_path, target_folder):
     tokenizer = load_tokenizer(target_folder)
     limit = len(render_prompt(tokenizer, "x" * 50))

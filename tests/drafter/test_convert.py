@@ -189,12 +189,8 @@ def test_every_tensor_keeps_its_dtype(tmp_path):
 
 def write_target(folder: Path, tables: TargetWeights) -> Path:
     """A target folder with these tables."""
-    path = ROOT / "tools" / "make_tiny_models.py"
-    spec = importlib.util.spec_from_file_location("make_tiny_models", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     vocab_size, hidden_size = tables.embed_weight.shape
-    module.make_tiny_model(
+    tool("make_tiny_models").make_tiny_model(
         "qwen3",
         folder,
         vocab_size=vocab_size,
@@ -219,12 +215,11 @@ def run(monkeypatch, capsys, main, *args) -> tuple[int, str, str]:
     return code or 0, out.out, out.err
 
 
-def tool():
-    path = ROOT / "tools" / "convert_checkpoint.py"
-    spec = importlib.util.spec_from_file_location("convert_checkpoint", path)
+def tool(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.main
+    return module
 
 
 def test_the_tool_and_the_verb_convert_alike_and_run_no_code(tmp_path, monkeypatch, capsys):
@@ -233,7 +228,11 @@ def test_the_tool_and_the_verb_convert_alike_and_run_no_code(tmp_path, monkeypat
     (tmp_path / "zlab" / "dflash.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w')")
     args = (tmp_path / "zlab", tmp_path / "own", "--to", "treespark", "--target", target)
     capsys.readouterr()
-    assert run(monkeypatch, capsys, tool(), *args) == (0, f"{tmp_path / 'own'}\n", "")
+    assert run(monkeypatch, capsys, tool("convert_checkpoint").main, *args) == (
+        0,
+        f"{tmp_path / 'own'}\n",
+        "",
+    )
     args = ("export", tmp_path / "own", "--target", target, "--out", tmp_path / "s")
     code, out, _ = run(monkeypatch, capsys, cli.main, *args, "--to", "speculators")
     assert (code, out) == (0, f"{tmp_path / 's'}\n")
@@ -241,10 +240,27 @@ def test_the_tool_and_the_verb_convert_alike_and_run_no_code(tmp_path, monkeypat
     assert raw["speculators_config"]["verifier"]["name_or_path"] == str(target)
     assert not (tmp_path / "canary").exists()
     args = (tmp_path / "own", tmp_path / "x", "--to", "deepspec", "--target", target)
-    code, _, err = run(monkeypatch, capsys, tool(), *args)
+    code, _, err = run(monkeypatch, capsys, tool("convert_checkpoint").main, *args)
     assert code == 2
     assert err.startswith("error: anchor_predicts_next is false")
     assert err.count("\n") == 1
+
+
+def test_what_the_tools_make_fits_together_as_the_document_says(tmp_path, monkeypatch, capsys):
+    models = tool("make_tiny_models").main
+    args = (tmp_path, "--family", "llama", "--layers", 8)
+    assert run(monkeypatch, capsys, models, *args)[:2] == (0, f"{tmp_path / 'tiny-llama'}\n")
+    code, _, err = run(monkeypatch, capsys, models, tmp_path, "--layers", 0)
+    assert (code, "--layers 0: need at least 1" in err) == (2, True)
+    args = (tmp_path / "drafters", "--layout", *LAYOUTS)
+    assert run(monkeypatch, capsys, MAKER.main, *args)[0] == 0
+    for layout in LAYOUTS:
+        args = ("drafter", "inspect", tmp_path / "drafters" / layout)
+        args = (*args, "--target", tmp_path / "tiny-llama")
+        assert run(monkeypatch, capsys, cli.main, *args)[0] == 0, layout
+    args = (tmp_path / "drafters", "--layout", "zlab-dflash")
+    code, _, err = run(monkeypatch, capsys, MAKER.main, *args)
+    assert (code, "zlab-dflash is there already" in err) == (2, True)
 
 
 def test_inspect_says_what_a_folder_is_and_whether_it_fits(tmp_path, monkeypatch, capsys):

@@ -179,10 +179,13 @@ def test_load_drafter_gives_what_the_engine_calls(own):
 
 def test_saving_again_replaces_weights_and_keeps_other_files(own):
     (own / "README.md").write_text("card")
+    # Of the weights that are replaced: the doctor would compare others with it.
+    (own / "treespark.json").write_text("{}")
     tiny_drafter(seed=1, block_size=4).save_pretrained(own)
     loaded = TreeSparkDrafter.from_pretrained(own, tiny_target(1))
     assert_same(loaded, tiny_drafter(seed=1, block_size=4))
     assert (own / "README.md").read_text() == "card"
+    assert not (own / "treespark.json").exists()
     assert sorted(p.name for p in own.parent.iterdir()) == ["own"]
 
 

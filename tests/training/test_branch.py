@@ -8,7 +8,7 @@ import pytest
 from tests.training.kill_points import assert_same, outcome
 from tests.training.test_loop import stop_after
 from tests.training.tiny_run import random_rows, recipe, write
-from treespark.drafter.inspect import RECORD
+from treespark.drafter.loading import RECORD
 from treespark.errors import UsageError
 from treespark.training import checkpoint, loop
 

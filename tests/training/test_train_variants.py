@@ -12,7 +12,7 @@ import pytest
 
 from tests.training.kill_points import assert_same, outcome
 from tests.training.tiny_run import random_rows, recipe, write
-from tools.train_variants import plan_jobs
+from tools.train_variants import main, plan_jobs
 from treespark.errors import UsageError
 from treespark.recipe import dump_recipe
 
@@ -55,8 +55,28 @@ def test_recipes_without_a_common_warm_up_are_whole_runs():
     baselines = [RECIPES / f"smollm2-135m-{name}.yaml" for name in ("dflash", "eagle3", "dspark")]
     jobs = plan_jobs(baselines, Path("out"), ["data.features=online"])
     assert [job.after for job in jobs] == [(), (), ()]
-    with pytest.raises(UsageError, match="two of them have the same name"):
+    with pytest.raises(
+        UsageError, match=r"^RECIPE .*dflash\.yaml: .*dflash\.yaml has the same name"
+    ):
         plan_jobs([baselines[0], RECIPES / "." / "smollm2-135m-dflash.yaml"], Path("out"), [])
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("file", "file: not a folder"),
+        ("file/runs", "file/runs: cannot be written: Not a directory"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, monkeypatch, capsys, out, message):
+    (tmp_path / "file").touch()
+    recipe = RECIPES / "smollm2-135m-dflash.yaml"
+    monkeypatch.setattr(sys, "argv", ["tool", str(recipe), "--out", str(tmp_path / out)])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"error: --out {tmp_path}/{message}")
 
 
 def train_on_one_thread(path):

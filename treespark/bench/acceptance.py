@@ -58,12 +58,14 @@ def run_acceptance(
     replay: run the drafters along the target's answers instead of decoding with each.  out: JSON
     file of the result.  Raises UsageError, before anything is decoded, for input that does not fit.
     """
-    if len(set(drafters)) < len(drafters):
+    if len({folder.resolve() for folder in drafters}) < len(drafters):
         raise UsageError("--drafter: a folder is given twice")
     if out is not None:
         check_file(out, "--out ")
     model = TargetModel.from_pretrained(target, dtype=dtype, device=device)
     some = load_prompts(prompts, model, num_prompts)
+    if any(prompt.domain == ALL for prompt in some):
+        raise UsageError(f"--prompts: a category or file is called {ALL}, as the sum is; rename it")
     loaded = {folder: load_drafter_for(folder, model) for folder in drafters}
     count = replayed_counts if replay else decoded_counts
     counts = count(model, loaded, some, budget, batch_size, max_tokens)

@@ -110,6 +110,7 @@ def run_doctor(
         )
     # Before the target is loaded, which takes longer; how deep it is does not matter yet.
     read_config(folder, 1 << 10)
+    training_record(folder)
     model = TargetModel.from_pretrained(target, dtype=dtype, device=device)
     asked = (
         [_asked(model, number, text) for number, text in enumerate(_QUESTIONS[:num_prompts])]
@@ -214,8 +215,10 @@ def _judge(
     recorded = ((record or {}).get("held_out") or {}).get("chain")
     said = f"{chain:.2f} tokens a round by chains"
     passed = chain >= LOW
-    if recorded is None:
+    if record is None:
         said += "; there is no training record to compare"
+    elif recorded is None:
+        said += "; the training record has no held-out rows to compare (data.holdout_rows)"
     else:
         said += f"; held-out rows reached {recorded:.2f} at the end of training"
         passed = passed and chain - 1 >= _RECORDED_PART * (recorded - 1)
@@ -228,9 +231,12 @@ def _judge(
         return
     found.causes += _other_templates(found, model, asked, drafter, max_tokens)
     if not known and not found.causes:
+        nothing = "no change of layout, layers, mask, dtype or template helps"
         found.causes.append(
-            "another target: no change of layout, layers, mask, dtype or template helps, so the "
-            "drafter was made for other weights of the same shape, or not trained to the end"
+            f"training: {nothing}, and its fingerprint is this target's: not trained to the end"
+            if drafter.config.target_fingerprint == model.fingerprint
+            else f"another target: {nothing}, so the drafter was made for other weights of the "
+            "same shape, or not trained to the end"
         )
 
 
@@ -279,5 +285,9 @@ def _print(console: Console, found: Diagnosis) -> None:
     lines += [Text(f"cause   {cause}", "bold red") for cause in found.causes]
     if found.healthy:
         lines.append(Text("this drafter works with this target", "bold green"))
+    elif not found.causes:
+        problems = ", ".join(check.name for check in found.checks if not check.passed)
+        text = f"nothing that was tried helps; the problems above are {problems}"
+        lines.append(Text(text, "bold red"))
     for line in lines:
         console.print(line, soft_wrap=True)

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rich.console import Console
 from tqdm import tqdm
 
 from treespark.bench.load_summary import (
@@ -38,6 +37,7 @@ from treespark.data.completions_client import (
 )
 from treespark.data.formats import first_user_turn
 from treespark.data.jsonl import check_file, read_jsonl, write_json_atomic
+from treespark.data.terminal import plain_console
 from treespark.errors import UsageError
 
 if TYPE_CHECKING:
@@ -90,9 +90,9 @@ def run_load(options: LoadOptions, as_json: bool = False) -> dict[str, Any]:
     if as_json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
     else:
-        Console(width=100).print(load_table(result, metrics, percentiles))
+        plain_console(100).print(load_table(result, metrics, percentiles))
         if options.save_result:
-            Console().print(f"written: {out}", markup=False)
+            plain_console().print(f"written: {out}")
     return result
 
 

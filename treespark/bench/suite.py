@@ -24,7 +24,11 @@ from treespark.bench.suite_cell import CellRun, cell_engine
 from treespark.bench.suite_methods import SuiteMethod, suite_method
 from treespark.bench.suite_recipe import load_suite_recipe, select_prompts
 from treespark.bench.suite_records import (
+    CELLS,
+    REQUESTS,
+    ROUNDS,
     SETTING,
+    TRACES,
     UNKNOWN,
     CellKey,
     SuiteRun,
@@ -42,7 +46,7 @@ from treespark.target.model import TargetModel
 from treespark.target.template import load_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
     from pathlib import Path
 
     from treespark.bench.suite_recipe import SuiteRecipe
@@ -74,8 +78,11 @@ def run_suite(
     )
     check_folder(recipe.out, f"out {recipe.out}")
     suite = _prepare(recipe, device)
-    _keep_setting(recipe.out, suite.setting)
+    _merged_setting(recipe.out, suite.setting)
     with SuiteWriter(recipe.out) as writer, StopRequest() as stop:
+        # Again, as only now nobody else can write there; and never before the lock is held.
+        setting = _merged_setting(recipe.out, suite.setting, writer.finished)
+        write_setting(recipe.out, setting)
         finished = _Measurement(suite, writer, stop).run()
     if not finished:
         sys.stderr.write(f"stopped; finished cells are in {recipe.out}, start again to go on\n")
@@ -111,6 +118,7 @@ def _prepare(recipe: SuiteRecipe, device: str | None) -> _Suite:
         _check_length(selection, recipe.max_tokens, target.max_context)
     drafters = {name: load_drafter_for(path, target) for name, path in recipe.drafters.items()}
     methods = [suite_method(section, drafters, target) for section in recipe.methods]
+    _check_titles(methods)
     setting = SuiteSetting(
         command=sys.argv,
         time=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -151,6 +159,17 @@ def _check_length(selection: Selection, max_tokens: int, max_context: int) -> No
             )
 
 
+def _check_titles(methods: list[SuiteMethod]) -> None:
+    """Tables tell methods apart by their titles, also by those that a recipe does not give."""
+    names: dict[str, str] = {}
+    for row in (method.row for method in methods):
+        other = names.setdefault(row.title, row.name)
+        if other != row.name:
+            raise UsageError(
+                f"method {row.name}: title {row.title!r} is also the one of {other}; give another"
+            )
+
+
 def _facts(folder: Path, drafter: Drafter) -> dict[str, Any]:
     config = drafter.config
     digest = hashlib.sha256()
@@ -168,16 +187,36 @@ def _facts(folder: Path, drafter: Drafter) -> dict[str, Any]:
     }
 
 
-def _keep_setting(out: Path, setting: SuiteSetting) -> None:
-    """Write the setting, or refuse a run folder whose cells were measured in another one."""
-    if (out / SETTING).exists():
-        old = read_setting(out)
-        for difference in _differences(setting, old):
-            raise UsageError(
-                f"out {out}: its cells were measured with {difference}; choose another folder"
-            )
-        setting = replace(setting, time=old.time, load_average=old.load_average)
-    write_setting(out, setting)
+def _merged_setting(
+    out: Path, setting: SuiteSetting, finished: Collection[CellKey] = ()
+) -> SuiteSetting:
+    """Return the setting to write to the run folder `out`, which has these cells.
+
+    Raises UsageError for a folder whose cells were measured in another setting, or in one that is
+    lost.
+    """
+    if not (out / SETTING).exists():
+        for name in (CELLS, REQUESTS, ROUNDS, TRACES):
+            if (out / name).exists() and (out / name).stat().st_size:
+                raise UsageError(
+                    f"out {out}: it has {name} without {SETTING}, which says how that was "
+                    "measured; put it back, or choose another folder"
+                )
+        return setting
+    old = read_setting(out)
+    for difference in _differences(setting, old):
+        raise UsageError(
+            f"out {out}: its cells were measured with {difference}; choose another folder"
+        )
+    # A recipe may ask for less than is there, as after `--url`: what was measured stays.
+    more = {key.concurrency for key in finished} - set(setting.concurrencies)
+    return replace(
+        setting,
+        time=old.time,
+        load_average=old.load_average,
+        concurrencies=[*setting.concurrencies, *sorted(more)],
+        repeats=max([setting.repeats, *(key.repeat + 1 for key in finished)]),
+    )
 
 
 def _differences(new: SuiteSetting, old: SuiteSetting) -> Iterator[str]:
@@ -188,13 +227,13 @@ def _differences(new: SuiteSetting, old: SuiteSetting) -> Iterator[str]:
     for name in ("max_tokens", "seed", "dtype", "device", "threads"):
         if getattr(new, name) != getattr(old, name):
             yield f"{name} {getattr(old, name)}, the recipe has {getattr(new, name)}"
-    if new.target["fingerprint"] != old.target["fingerprint"]:
-        yield f"another target, {old.target['path']}"
+    if new.target["fingerprint"] != old.target.get("fingerprint"):
+        yield f"another target, {old.target.get('path')}"
     for name, facts in old.drafters.items():
         if name not in new.drafters:
             yield f"drafter {name}, which the recipe lacks"
-        elif new.drafters[name]["fingerprint"] != facts["fingerprint"]:
-            yield f"another drafter {name}, {facts['path']}"
+        elif new.drafters[name]["fingerprint"] != facts.get("fingerprint"):
+            yield f"another drafter {name}, {facts.get('path')}"
     for kind in ("datasets", "methods"):
         new_rows = {row.name: asdict(row) for row in getattr(new, kind)}
         for row in getattr(old, kind):

@@ -81,6 +81,13 @@ class MethodSection(Section):
     beta: float | None = None
     min_confidence: Annotated[float, Field(gt=0, le=1)] | None = None
 
+    @model_validator(mode="after")
+    def _check_title(self) -> MethodSection:
+        if self.title is not None and not (self.title.strip() and self.title.isprintable()):
+            message = f"title {self.title!r} is not allowed: need one line of printable characters"
+            raise ConflictError(message, "title")
+        return self
+
 
 class SuiteRecipe(Section):
     """A whole evaluation.

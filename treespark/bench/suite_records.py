@@ -12,14 +12,16 @@ Every table and figure is computed from these rows; `treespark.bench.metrics` ha
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from treespark.data.jsonl import Row, iter_jsonl, parse_object
+from treespark.bench.typed_rows import check_types, row_of
+from treespark.data.jsonl import iter_jsonl, parse_object
 from treespark.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
     from pathlib import Path
 
 SETTING, CELLS = "suite.json", "cells.jsonl"
@@ -249,32 +251,22 @@ class SuiteSetting:
 
 # ---------------------------------------------------------------------- reading
 
-AnyRow = TypeVar("AnyRow", CellRow, RequestRow, RoundRow, TraceRow, DatasetRow, MethodRow)
-
-
-def row_of(kind: type[AnyRow], values: Row, where: str) -> AnyRow:
-    """Return a row as its dataclass; raises UsageError, begun by `where`, for other keys."""
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    for name in values:
-        if name not in fields:
-            raise UsageError(f"{where}: unknown key {name!r}")
-    for name, f in fields.items():
-        has_default = (f.default, f.default_factory) != (dataclasses.MISSING,) * 2
-        if name not in values and not has_default:
-            raise UsageError(f"{where}: missing key {name!r}")
-    return kind(**values)
+AnyRow = TypeVar("AnyRow", CellRow, RequestRow, RoundRow, TraceRow)
 
 
 class SuiteRun:
     """A run folder to read, finished or not: what its finished cells left.
 
-    Raises UsageError for a folder without a setting and for rows of another shape.
+    Raises UsageError for a folder without a setting, for rows of another shape, and where rows are
+    missing, there twice or not of this setting: files that lost something give wrong numbers.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        # First: a run that goes on meanwhile writes its setting before any cell of it.
+        self.cells = read_cells(folder / CELLS)
         self.setting = read_setting(folder)
-        self.cells = list(rows_of(folder / CELLS, CellRow))
+        _check_covered(self.setting, self.cells, folder / CELLS)
 
     @property
     def finished(self) -> frozenset[CellKey]:
@@ -283,21 +275,57 @@ class SuiteRun:
 
     def requests(self) -> Iterator[RequestRow]:
         """Yield the requests of the finished cells."""
-        return self._finished_rows(REQUESTS, RequestRow)
+        wanted = Counter({cell.key: cell.num_requests for cell in self.cells})
+        return self._finished_rows(REQUESTS, RequestRow, wanted)
 
     def rounds(self) -> Iterator[RoundRow]:
         """Yield the rounds of the finished cells."""
-        return self._finished_rows(ROUNDS, RoundRow)
+        wanted: Counter[CellKey] = Counter()
+        for row in self.requests():
+            # Single rounds of a server stay unknown.
+            wanted[row.key] += 0 if row.finish_reason == UNKNOWN else row.num_rounds
+        yield from self._finished_rows(ROUNDS, RoundRow, wanted)
 
     def traces(self) -> list[list[TraceRow]]:
         """Return the complete traces, each as its rounds in order."""
         return complete_traces(rows_of(self.folder / TRACES, TraceRow))
 
-    def _finished_rows(self, name: str, kind: type[RequestRow] | type[RoundRow]) -> Iterator[Any]:
-        finished = self.finished
+    def _finished_rows(
+        self, name: str, kind: type[RequestRow] | type[RoundRow], wanted: Counter[CellKey]
+    ) -> Iterator[Any]:
+        finished, found = self.finished, Counter[CellKey]()
         for row in rows_of(self.folder / name, kind):
             if row.key in finished:
+                found[row.key] += 1
                 yield row
+        for key in finished:
+            if found[key] != wanted[key]:
+                raise UsageError(
+                    f"{self.folder / name}: {found[key]} rows of the cell {tuple(key)}, which has "
+                    f"{wanted[key]}: the file was changed"
+                )
+
+
+def _check_covered(setting: SuiteSetting, cells: Iterable[CellRow], path: Path) -> None:
+    known: tuple[Collection[Any], ...] = (
+        {row.name for row in setting.datasets},
+        {row.name for row in setting.methods},
+        setting.concurrencies,
+        range(setting.repeats),
+    )
+    for cell in cells:
+        for name, value, values in zip(CellKey._fields, cell.key, known, strict=True):
+            if value not in values:
+                raise UsageError(f"{path}: a cell of {name} {value!r}, which {SETTING} lacks")
+
+
+def read_cells(path: Path) -> list[CellRow]:
+    """Return the finished cells of a file; raises UsageError for one that is there twice."""
+    cells = list(rows_of(path, CellRow))
+    for key, number in Counter(cell.key for cell in cells).items():
+        if number > 1:
+            raise UsageError(f"{path}: the cell {tuple(key)} is there {number} times")
+    return cells
 
 
 def rows_of(path: Path, kind: type[AnyRow]) -> Iterator[AnyRow]:
@@ -312,7 +340,11 @@ def complete_traces(rows: Iterable[TraceRow]) -> list[list[TraceRow]]:
     grouped: dict[TraceKey, list[TraceRow]] = {}
     for row in rows:
         grouped.setdefault(row.key, []).append(row)
-    return [trace for trace in grouped.values() if len(trace) == trace[0].num_rounds]
+    return [
+        trace
+        for trace in grouped.values()
+        if sorted(row.round for row in trace) == list(range(trace[0].num_rounds))
+    ]
 
 
 def read_setting(folder: Path) -> SuiteSetting:
@@ -327,6 +359,9 @@ def read_setting(folder: Path) -> SuiteSetting:
     missing = sorted(names - values.keys()) + sorted(values.keys() - names)
     if missing:
         raise UsageError(f"{path}: not the setting of a suite: key {missing[0]!r}")
-    values["datasets"] = [row_of(DatasetRow, row, str(path)) for row in values["datasets"]]
-    values["methods"] = [row_of(MethodRow, row, str(path)) for row in values["methods"]]
+    for name, kind in (("datasets", DatasetRow), ("methods", MethodRow)):
+        if not isinstance(values[name], list):
+            raise UsageError(f"{path}: {name}: {values[name]!r} is not allowed: need a list")
+        values[name] = [row_of(kind, row, f"{path}: {name}") for row in values[name]]
+    check_types(SuiteSetting, values, str(path))
     return SuiteSetting(**values)

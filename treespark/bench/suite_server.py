@@ -59,14 +59,16 @@ def run_server_suite(
         raise UsageError(f"max_tokens {recipe.max_tokens}: {recipe.out} has {setting.max_tokens}")
     selections = _same_selections(recipe, setting)
     with SuiteWriter(recipe.out) as writer:
+        # First, so that the setting knows of every cell; read again, as it is nobody else's now.
+        setting = read_setting(recipe.out)
+        if concurrency not in setting.concurrencies:
+            concurrencies = sorted([*setting.concurrencies, concurrency])
+            write_setting(recipe.out, replace(setting, concurrencies=concurrencies))
         for repeat in range(setting.repeats):
             for selection in selections:
                 key = CellKey(selection.row.name, method, concurrency, repeat)
                 if key not in writer.finished:
                     _measure(key, selection, url, setting.max_tokens, writer)
-        if concurrency not in setting.concurrencies:
-            concurrencies = sorted([*setting.concurrencies, concurrency])
-            write_setting(recipe.out, replace(setting, concurrencies=concurrencies))
     return SuiteRun(recipe.out)
 
 

@@ -6,14 +6,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from treespark.bench.statistics import ROUND_PHASES
+from treespark.data.terminal import plain_console
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from rich.console import Console
 
 
 _WIDTH = 110
@@ -21,8 +23,8 @@ _WIDTH = 110
 
 def wide_console() -> Console:
     """Return a console on stdout that is wide enough for the tables where it is no terminal."""
-    console = Console()
-    return console if console.is_terminal else Console(width=_WIDTH)
+    console = plain_console()
+    return console if console.is_terminal else plain_console(_WIDTH)
 
 
 def print_result(console: Console, result: dict[str, Any], out: Path) -> None:

@@ -156,6 +156,8 @@ def select(
     pool, num_too_long = [], 0
     for place, row in rows:
         turn = first_user_turn(row, place, partial(user_turn_marks, tokenizer))
+        if isinstance(turn, list):
+            raise UsageError(f"{place}: input_ids: a prompt has to be text here")
         if not isinstance(turn, str) or not turn.strip():
             raise UsageError(f"{place}: no user turn, or an empty one")
         ids = render_prompt(tokenizer, turn)
@@ -167,9 +169,11 @@ def select(
     wanted = workload.count if count is None else count
     if len(pool) < wanted:
         long = f", {num_too_long} longer than max_prompt_tokens" if num_too_long else ""
+        of = f" of domain {workload.domain}" if workload.domain else ""
+        hint = f"give `count`, at most {len(pool)}" if pool else "give another `file` or `data`"
         raise UsageError(
             f"dataset {workload.name}: count {wanted}, but {where} has {len(pool)} usable prompts"
-            f"{long}; give `count`, at most {len(pool)}"
+            f"{of}{long}; {hint}"
         )
     if len(pool) > wanted:
         random.Random(f"{seed}:{workload.name}").shuffle(pool)

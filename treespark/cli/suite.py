@@ -2,6 +2,7 @@
 """The verb `bench suite`: the paper's evaluation by a recipe."""
 
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -53,3 +54,4 @@ def bench_suite(
 
         run = run_server_suite(recipe, url, method, concurrency, out=out, data=data)
     typer.echo(f"{len(run.cells)} cells in {run.folder}")
+    typer.echo(f"tables and figures: treespark report suite {quote(str(run.folder))} --out FOLDER")

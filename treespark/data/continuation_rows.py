@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
@@ -28,6 +27,7 @@ from treespark.data.jsonl import (
     report_path,
     write_json_atomic,
 )
+from treespark.data.terminal import plain_console
 from treespark.errors import UsageError
 from treespark.target.checks import read_json
 from treespark.target.template import render_prompt
@@ -315,10 +315,10 @@ def _print(report: ContinuationReport, out: Path) -> None:
     if report.wall_s:
         table.add_row("output tokens", str(report.num_output_tokens))
         table.add_row("tokens/s", f"{report.num_output_tokens / report.wall_s:.1f}")
-    console = Console()
+    console = plain_console()
     console.print(table)
     if report.errors:
-        console.print("first error:", report.errors[0], markup=False)
+        console.print("first error:", report.errors[0])
     if not report.is_complete:
         command = shlex.join(["treespark", *sys.argv[1:]])
-        console.print(f"stopped; to go on: {command}", markup=False, soft_wrap=True)
+        console.print(f"stopped; to go on: {command}", soft_wrap=True)

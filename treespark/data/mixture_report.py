@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from treespark.data.jsonl import Row
+from treespark.data.terminal import plain_console
 
 # Counts of a source that part its rows: their sum is `read`.
 FATES = (
@@ -92,7 +92,7 @@ class MixtureReport:
 
 def print_report(report: MixtureReport, out: Path) -> None:
     """Print where the rows of each source went, and the composition."""
-    console = Console()
+    console = plain_console()
     names = ("read", *FATES, "near_duplicates")
     table = Table(title=f"{out}: {report.written} prompts", title_justify="left")
     table.add_column("rows")

@@ -15,7 +15,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
@@ -31,6 +30,7 @@ from treespark.data.jsonl import (
     write_atomic,
     write_json_atomic,
 )
+from treespark.data.terminal import plain_console
 from treespark.errors import UsageError
 from treespark.target.template import load_tokenizer, render_prompt, user_turn_marks
 
@@ -323,4 +323,4 @@ def _print(report: PromptReport, out: Path) -> None:
     for category, num in sorted(report.written_by_category.items()):
         share = f"{num} ({100 * num / report.written:.2f} %)"
         table.add_row(f"written: {category}", share)
-    Console().print(table)
+    plain_console().print(table)

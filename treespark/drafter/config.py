@@ -119,6 +119,8 @@ class DrafterConfig(PretrainedConfig):
         _check_sizes(self)
         _check_taps(self)
         _check_tree(self)
+        if not isinstance(self.target_fingerprint, str | None):
+            _refuse("target_fingerprint", self.target_fingerprint, "need a string or null")
 
 
 class TreeSparkConfig(DrafterConfig):

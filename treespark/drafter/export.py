@@ -2,7 +2,8 @@
 """Writes drafter folders: our own layout and the DeepSpec layout.
 
 A folder is written beside its destination and renamed into place, so that a reader never sees half
-of it. Other files of an existing drafter folder (model card, recipe) are kept.
+of it. Other files of an existing drafter folder (model card, recipe) are kept, but not the training
+record, which is of the weights that are replaced.
 """
 
 import json
@@ -21,7 +22,7 @@ from treespark.drafter.base import DrafterModel
 from treespark.drafter.config import DrafterConfig, TreeSparkConfig
 from treespark.drafter.config_json import DEEPSPEC, DEEPSPEC_EAGLE3, layout_of
 from treespark.drafter.eagle3 import Eagle3Config
-from treespark.drafter.loading import WEIGHTS_NAME, frozen_keys
+from treespark.drafter.loading import RECORD, WEIGHTS_NAME, frozen_keys
 from treespark.errors import UsageError
 
 
@@ -150,8 +151,8 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor
         # mkdtemp makes a private folder; the result gets the usual permissions.
         work.chmod(0o777 & ~_umask())
         if folder.is_dir():
-            # Neither the old weights nor what a killed write left.
-            left_out = shutil.ignore_patterns("*.safetensors*", ".*.tmp")
+            # Neither the old weights and their record nor what a killed write left.
+            left_out = shutil.ignore_patterns("*.safetensors*", RECORD, ".*.tmp")
             shutil.copytree(folder, work, dirs_exist_ok=True, ignore=left_out)
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (work / "config.json").write_text(text, encoding="utf-8")

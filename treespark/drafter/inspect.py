@@ -10,8 +10,9 @@ from treespark.drafter.auto import DRAFTERS
 from treespark.drafter.config import DrafterConfig, TreeSparkConfig
 from treespark.drafter.config_json import LAYOUT_NAMES, read_config
 from treespark.drafter.eagle3 import Eagle3Config
-from treespark.drafter.json_fields import read_json
+from treespark.drafter.json_fields import read_json, refusal
 from treespark.drafter.loading import (
+    RECORD,
     TargetWeights,
     check_tensors,
     frozen_keys,
@@ -19,8 +20,6 @@ from treespark.drafter.loading import (
     read_weights,
 )
 
-# Written into a drafter's folder by the trainer.
-RECORD = "treespark.json"
 # Fields of a config that the weights were trained for and nothing else shows.
 TRAINED_FIELDS = (
     "block_size",
@@ -29,6 +28,8 @@ TRAINED_FIELDS = (
     "target_layer_ids",
     "norm_before_residual",
 )
+# Of a record. Refuses NaN and infinity as well.
+_LARGEST = 1e15
 
 
 def describe(folder: Path, target: TargetWeights | None = None) -> dict[str, Any]:
@@ -73,9 +74,20 @@ def describe(folder: Path, target: TargetWeights | None = None) -> dict[str, Any
 def training_record(folder: Path) -> dict[str, Any] | None:
     """Return what the trainer wrote about the drafter, None if there is nothing.
 
-    Raises `UsageError` for a file that is no JSON object.
+    Raises `UsageError` for a file that is no JSON object, or whose parts are none.
     """
-    return read_json(folder, RECORD) if (folder / RECORD).is_file() else None
+    if not (folder / RECORD).is_file():
+        return None
+    record = read_json(folder, RECORD)
+    for name in ("target", "trained", "held_out"):
+        if not isinstance(record.get(name) or {}, dict):
+            raise refusal(folder, f"{RECORD} {name}", record[name], "need an object")
+    numbers = {f"held_out.{name}": value for name, value in (record.get("held_out") or {}).items()}
+    for name, value in (numbers | {"steps": record.get("steps", 0)}).items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not abs(value) <= _LARGEST:
+            raise refusal(folder, f"{RECORD} {name}", value, "need a number")
+    return record
 
 
 def _architecture(config: DrafterConfig) -> dict[str, Any]:

@@ -26,10 +26,17 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
         raise UsageError(f"drafter {folder}: {name} is nested too deeply") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UsageError(f"drafter {folder}: {name} cannot be read: {error.strerror}") from error
+    except ValueError as error:
         raise UsageError(f"drafter {folder}: {name} is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise UsageError(f"drafter {folder}: {name} must hold one JSON object")
+    try:
+        json.dumps(raw, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        # JSON can spell half a surrogate pair; no file and no terminal takes one.
+        raise UsageError(f"drafter {folder}: {name} has a lone surrogate in a string") from None
     return raw
 
 

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+# What a training run writes about its drafter, beside the weights.
+RECORD = "treespark.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 FROZEN_KEYS = ("embed_tokens.weight", "lm_head.weight")
 # Layouts whose folders hold the target's embedding and head, both or neither.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from treespark.data.jsonl import write_json_atomic
 from treespark.drafter.export import recover_folder, replace_folder
-from treespark.drafter.inspect import RECORD
+from treespark.drafter.loading import RECORD
 from treespark.errors import UsageError
 from treespark.serving.llm import LLM, SamplingParams
 from treespark.target.checks import read_json

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from treespark.data.batches import load_rows
+from treespark.data.terminal import plain_console
 from treespark.errors import UsageError
 from treespark.sizes import readable
 from treespark.target.checks import check_config
@@ -210,7 +210,7 @@ def _print(result: dict[str, Any], machine: Machine) -> None:
         )
     if store["read_bytes_per_s"]:
         lines.append(f"it is read at {readable(store['read_bytes_per_s'])}/s")
-    console = Console(width=max(100, Console().width))
+    console = plain_console(max(100, plain_console().width))
     for line in lines:
         console.print(line, highlight=False)
     console.print(table)

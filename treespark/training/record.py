@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from treespark import __version__
 from treespark.data.jsonl import write_json_atomic
-from treespark.drafter.inspect import RECORD, TRAINED_FIELDS
+from treespark.drafter.inspect import TRAINED_FIELDS
+from treespark.drafter.loading import RECORD
 from treespark.errors import UsageError
 from treespark.target.template import template_fingerprint, tokenizer_fingerprint
 from treespark.training.metrics import read_metrics

@@ -20,11 +20,14 @@ _LATEX = {
 }
 
 
+def escape_markdown(text: str) -> str:
+    """Return Markdown that shows the text on one line."""
+    return _MARKDOWN.sub(r"\\\1", " ".join(text.split()))
+
+
 def markdown(table: Table) -> str:
     """Return the table with its title and caption."""
-
-    def text(value: str) -> str:
-        return _MARKDOWN.sub(r"\\\1", " ".join(value.split()))
+    text = escape_markdown
 
     def cell(value: Cell) -> str:
         strong = f"**{text(value.text)}**" if value.is_best else text(value.text)

@@ -65,8 +65,16 @@ class Study:
         missing = 0
         for run in self.runs:
             own = run.setting
-            wanted = len(own.datasets) * len(own.methods) * len(own.concurrencies) * own.repeats
-            missing += wanted - len(run.finished)
+            measured = {(key.method, key.concurrency) for key in run.finished}
+            # Further concurrencies are those of a server, which has one method.
+            asked = own.recipe.get("concurrencies", own.concurrencies)
+            pairs = [
+                (method.name, concurrency)
+                for method in own.methods
+                for concurrency in own.concurrencies
+                if concurrency in asked or (method.name, concurrency) in measured
+            ]
+            missing += len(own.datasets) * len(pairs) * own.repeats - len(run.finished)
         return missing
 
     def method(self, name: str | None) -> MethodRow | None:
@@ -101,6 +109,8 @@ def read_studies(folders: Sequence[Path]) -> list[Study]:
     whose settings differ, and for a cell that is in two of them.
     """
     groups: dict[str, list[SuiteRun]] = {}
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise UsageError(f"RUN {' '.join(map(str, folders))}: one folder is given twice")
     for folder in folders:
         run = SuiteRun(folder)
         if not run.cells:

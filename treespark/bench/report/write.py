@@ -16,13 +16,13 @@ from treespark.bench.report import paper
 from treespark.bench.report.figures import all_figures
 from treespark.bench.report.page import page
 from treespark.bench.report.profile import answers_table, profile_table, profiles
-from treespark.bench.report.render import json_table, latex, markdown
+from treespark.bench.report.render import escape_markdown, json_table, latex, markdown
 from treespark.bench.report.results import ACCEPTANCE, SINGLE, SYSTEM, Results
 from treespark.bench.report.signs import position_concurrency, signs_table
 from treespark.bench.report.study import read_studies
 from treespark.bench.report.tables import GROUPS, result_tables
 from treespark.bench.report.traces import explorer_data, reasons_table, study_traces
-from treespark.data.jsonl import check_folder, write_atomic, write_json_atomic
+from treespark.data.jsonl import check_file, check_folder, write_atomic, write_json_atomic
 from treespark.errors import UsageError
 
 if TYPE_CHECKING:
@@ -71,17 +71,45 @@ def write_suite_report(folders: Sequence[Path], out: Path) -> Path:
     written.
     """
     check_matplotlib("report suite")
+    _check_out(out)
+    studies = read_studies(folders)
+    from matplotlib import rc_context
+
+    # A title is no formula, whatever dollars it has.
+    with rc_context({"text.parse_math": False}):
+        chapters = [_chapter(study, several=len(studies) > 1) for study in studies]
+        drawings = [drawing for chapter in chapters for drawing in chapter.drawings]
+        # The numbers first: by them a folder that was only begun is known as a report's.
+        numbers = {"studies": [_as_json(chapter) for chapter in chapters]}
+        write_json_atomic(out / JSON, numbers)
+        _write_figures(drawings, out / FIGURES)
+        write_atomic(out / LATEX, [_latex(chapters).encode()])
+        write_atomic(out / MARKDOWN, [_markdown(chapters).encode()])
+        write_atomic(out / PAGE, [_page(chapters).encode()])
+    return out / PAGE
+
+
+def _check_out(out: Path) -> None:
+    """Raise UsageError unless `out` takes a report, and loses nothing by it but an earlier one."""
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out}: not a folder")
     check_folder(out, f"--out {out}")
-    studies = read_studies(folders)
-    chapters = [_chapter(study, several=len(studies) > 1) for study in studies]
-    _write_figures([drawing for chapter in chapters for drawing in chapter.drawings], out / FIGURES)
-    write_json_atomic(out / JSON, {"studies": [_as_json(chapter) for chapter in chapters]})
-    write_atomic(out / LATEX, [_latex(chapters).encode()])
-    write_atomic(out / MARKDOWN, [_markdown(chapters).encode()])
-    write_atomic(out / PAGE, [_page(chapters).encode()])
-    return out / PAGE
+    names = (PAGE, MARKDOWN, LATEX, JSON)
+    for name in names:
+        check_file(out / name, "--out ")
+    there = [name for name in names if (out / name).exists()]
+    if there and not _is_report(out / JSON):
+        raise UsageError(
+            f"--out {out}: its {there[0]} is not of a report of ours and would be lost; choose "
+            "another folder"
+        )
+
+
+def _is_report(path: Path) -> bool:
+    try:
+        return "studies" in json.loads(path.read_bytes())
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def _chapter(study: Study, *, several: bool) -> Chapter:
@@ -173,9 +201,9 @@ def tiles(results: Results) -> list[tuple[str, str]]:
 
 def facts(study: Study) -> list[tuple[str, str]]:
     """Return the setting as (name, value)."""
-    setting = study.setting
+    setting, command = study.setting, study.setting.command
     shown = [
-        ("command", " ".join([Path(setting.command[0]).name, *setting.command[1:]])),
+        ("command", " ".join([*(Path(word).name for word in command[:1]), *command[1:]])),
         ("time", setting.time),
         ("target", _described(setting.target)),
         *((f"drafter {name}", _described(drafter)) for name, drafter in setting.drafters.items()),
@@ -241,7 +269,10 @@ def _markdown(chapters: Sequence[Chapter]) -> str:
                 for d in drawings
             ]
         parts.append("## Setting\n")
-        parts += [f"- {name}: {value}" for name, value in facts(chapter.study)]
+        parts += [
+            f"- {escape_markdown(name)}: {escape_markdown(value)}"
+            for name, value in facts(chapter.study)
+        ]
     return "\n".join(parts) + "\n"
 
 
