@@ -15,6 +15,7 @@ from tests.serving_world import (
     world,
 )
 from treespark import LLM
+from treespark.drafter import growing as growing_module
 from treespark.errors import UsageError
 from treespark.serving import accept as accept_module
 from treespark.serving.engine import Engine
@@ -112,7 +113,9 @@ def test_computed_padding_changes_nothing(monkeypatch, propose):
 def test_a_round_fetches_from_the_device_once(monkeypatch):
     """Counted where a tensor becomes Python numbers; prefill's first tokens are one more fetch."""
     target = world().target
+    # As on an accelerator.
     monkeypatch.setattr(target, "runs_padding", True)
+    monkeypatch.setattr(growing_module, "is_host", lambda device: False)
     engine = Engine(target, drafter(target), TreePolicy(5, 4, 16))
     for i, prompt in enumerate(PROMPTS):
         options = {"logprobs": i, "temperature": 0.5 * (i == 1), "min_tokens": 6 * (i == 2)}
