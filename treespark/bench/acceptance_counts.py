@@ -22,7 +22,7 @@ from treespark.training.evaluate import simulated_acceptance
 from treespark.tree.policy import TreePolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from treespark.bench.workload import Prompt
@@ -120,7 +120,7 @@ def _answered(
 ) -> list[Row]:
     """The target's greedy answers as rows, named by their places."""
     length = needed_length(prompts, max_tokens, model.max_context)
-    decode: Callable = own_method(
+    decode = own_method(
         AUTOREGRESSIVE, model, None, TreePolicy(), batch_size=batch_size, max_model_len=length
     ).run
     rows: list[Row] = []
