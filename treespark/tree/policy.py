@@ -177,8 +177,7 @@ def expand_children(
         if depth < policy.depth:
             frontier_scores, rank = ordered_topk(scores[-1], policy.frontier_width)
             if packed_depths is not None:
-                needed = _needed(frontier_scores, scores, policy.budget)
-                needed &= packed_depths[:, None] > depth
+                needed = _needed(frontier_scores, scores, policy.budget, packed_depths > depth)
                 # The best come first, so of each request the needed ones do.
                 width = int(needed.any(0).sum())
                 if width == 0:
@@ -198,18 +197,20 @@ def expand_children(
     )
 
 
-def _needed(frontier_scores: Tensor, scores: list[Tensor], budget: int) -> Tensor:
+def _needed(frontier_scores: Tensor, scores: list[Tensor], budget: int, grows: Tensor) -> Tensor:
     """Which nodes may still have a child among the `budget` best of all, [R, W] bool.
 
-    scores: of all nodes so far. A child is worth no more than its parent, and loses ties against
-    what was created before it: with `budget` nodes worth as much as the parent there is no room.
+    scores: of all nodes so far.  grows: [R] bool, whether a request's tree may be deeper.
+    A child is worth no more than its parent, and loses ties against what was created before it:
+    with `budget` nodes worth as much as the parent there is no room.
     """
     pool = torch.cat(scores, 1)
+    grown = grows[:, None].expand_as(frontier_scores)
     if pool.shape[1] < budget:
-        return torch.ones_like(frontier_scores, dtype=torch.bool)
+        return grown
     if budget == 0:
-        return torch.zeros_like(frontier_scores, dtype=torch.bool)
-    return frontier_scores > pool.topk(budget, dim=1).values[:, -1:]
+        return torch.zeros_like(grown)
+    return grown & (frontier_scores > pool.topk(budget, dim=1).values[:, -1:])
 
 
 def pack(
