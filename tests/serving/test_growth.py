@@ -76,6 +76,23 @@ def test_what_cannot_be_packed_is_proposed_only_if_asked_for(name):
     torch.testing.assert_close(tree.scores, same.scores)
 
 
+@pytest.mark.parametrize("budget", [0, 1, 3, 5, 8])
+@pytest.mark.parametrize("name", GROWTHS)
+def test_no_logits_are_made_of_depths_that_the_budget_cannot_reach(name, budget, monkeypatch):
+    growth, policy = GROWTHS[name]
+    made, asked = drafter(world(seed=2).target), []
+    hidden, anchors = _drafted(made)
+    base_logits = made.base_logits
+    monkeypatch.setattr(made, "base_logits", lambda h: asked.append(h.shape[1]) or base_logits(h))
+    few, limits = dataclasses.replace(policy, budget=budget), torch.tensor([policy.depth])
+    _, tree = growth.grow(made, hidden, anchors, few, limits)
+    whole = dataclasses.replace(growth, whole_pool=True)
+    _, same = whole.grow(made, hidden, anchors, few, limits)
+    assert asked == [min(policy.depth, max(budget, 1)), policy.depth]
+    for part in ("tokens", "parents", "depths", "valid"):
+        assert torch.equal(getattr(tree, part), getattr(same, part))
+
+
 def test_a_marginal_chain_takes_the_best_token_of_each_depth():
     made = drafter(world(seed=2).target)
     hidden, anchors = _drafted(made)

@@ -6,7 +6,7 @@ Shapes: R requests, B depths, H hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,8 +64,13 @@ class Growth:
     ) -> tuple[CandidatePool, PackedTree]:
         """Return candidates and trees of one drafted block per request.
 
-        hidden [R, B, H] of `draft_block`; anchors, max_depths [R] int64.
+        hidden [R, B, H] of `draft_block`; anchors, max_depths [R] int64. Depths that no tree of the
+        policy's budget can reach cost nothing.
         """
+        if not self.whole_pool:
+            # All nodes above a packed one are packed too: none is deeper than there are nodes.
+            policy = replace(policy, depth=min(policy.depth, max(policy.budget, 1)))
+        hidden = hidden[:, : policy.depth]
         if self.builder.proposal == MARGINAL:
             children = marginal_children(drafter.base_logits(hidden))
         else:
