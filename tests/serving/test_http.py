@@ -10,6 +10,7 @@ import pytest
 
 from tests.http_world import CONTEXT, EOS, events_of, serving, tiny, tiny_engine
 from tests.serving_world import byte_tokenizer
+from treespark.serving.api_error import ERROR_TYPES
 
 PROMPT = "one two three"
 IDS = list(PROMPT.encode())
@@ -266,6 +267,17 @@ def test_what_the_server_is_can_be_asked(server):
     schema = server.get("/openapi.json").json()
     assert {"/v1/completions", "/v1/chat/completions"} <= schema["paths"].keys()
     assert "CompletionBody" in schema["components"]["schemas"]
+
+
+def test_every_error_of_a_post_is_in_the_schema(server):
+    paths = server.get("/openapi.json").json()["paths"]
+    # 405 answers a method that the path does not have, so no operation can name it.
+    errors = {str(status) for status in ERROR_TYPES} - {"405"}
+    posts = {path: path_item["post"] for path, path_item in paths.items() if "post" in path_item}
+    assert len(posts) >= 4
+    assert {path: errors - post["responses"].keys() for path, post in posts.items()} == {
+        path: set() for path in posts
+    }
 
 
 def test_metrics_page_counts_what_was_served_under_both_names(server):

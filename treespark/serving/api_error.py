@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 # vLLM names the kind of a failure by a class name, not by OpenAI's words.
-_TYPES = {
+ERROR_TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
     404: "NotFoundError",
@@ -42,7 +42,7 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """Return the JSON body of the response, also the data of an error event in a stream."""
-        kind = _TYPES.get(self.status, "APIError")
+        kind = ERROR_TYPES.get(self.status, "APIError")
         error = {
             "message": self.message,
             "type": kind,

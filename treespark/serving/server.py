@@ -141,6 +141,7 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
         (408, "The body did not arrive in time."),
         (411, "The body has no length."),
         (413, "The body is too large."),
+        (415, "The body is not JSON by its Content-Type."),
         (431, "The headers are too large."),
         (500, "The server failed."),
         (503, "No request is taken now."),
