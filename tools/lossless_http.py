@@ -19,6 +19,7 @@ import json
 import os
 import random
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,8 @@ PROMPTS = sorted((ROOT / "recipes" / "prompts").glob("*.jsonl"))
 REFERENCE = "alone"
 # Seconds: arrivals of the requests that may be in flight, and how long a dropped one lives.
 _ARRIVAL_S, _DROPPED_S = 2.0, 4.0
+# Seconds that a request is sent again while there is no room for it.
+_REFUSED_S = 1800.0
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,13 @@ async def ask_all(
     async def post(client: httpx.AsyncClient, ids: list[int]) -> list[int]:
         body = {"prompt": ids, "max_tokens": max_tokens, "ignore_eos": True,
                 "return_token_ids": True}  # fmt: skip
-        answer = await client.post(f"{server.url}/v1/completions", json=body)
+        end_s = time.monotonic() + _REFUSED_S
+        while True:
+            answer = await client.post(f"{server.url}/v1/completions", json=body)
+            # A router lets a request wait for a slot for a minute only.
+            if answer.status_code != 503 or time.monotonic() > end_s:
+                break
+            await asyncio.sleep(float(answer.headers.get("retry-after", 1)))
         answer.raise_for_status()
         token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
         return token_ids
