@@ -2,6 +2,7 @@
 """Every way to grow drafts gives the target's own text, and grows what it says."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -117,6 +118,18 @@ def test_a_chain_ends_before_the_first_unsure_draft():
         assert confident_depths(made, hidden, anchors, pool, threshold).tolist() == [expected]
         assert tree.num_nodes.tolist() == [expected]
         assert tree.tokens[0, 1 : expected + 1].tolist() == tokens[0, :expected].tolist()
+
+
+@pytest.mark.parametrize("policy", [TreePolicy(3, 1, 3), TreePolicy(5, 1, 3), TreePolicy(3, 1, 5)])
+@pytest.mark.parametrize(
+    "make", [drafter, eagle3_drafter, functools.partial(drafter, markov_head_type="rnn")]
+)
+def test_a_short_chain_is_the_beginning_of_the_whole_one(make, policy):
+    made = make(world(seed=2).target)
+    hidden, anchors = _drafted(made)
+    tokens, _ = made.chain(hidden, anchors)
+    _, tree = Growth().grow(made, hidden, anchors, policy, torch.tensor([5]))
+    assert tree.tokens[0][tree.valid[0]].tolist() == [7, *tokens[0, :3].tolist()]
 
 
 def test_a_limit_below_the_confident_depth_stands():

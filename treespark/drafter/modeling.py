@@ -223,7 +223,8 @@ class TreeSparkDrafter(DrafterModel):
     def chain(self, hidden: Tensor, anchor_tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the greedy chain: tokens [R, B] int64 and the logits [R, B, V] they come from.
 
-        hidden [R, B, H], anchor_tokens [R]; every head type. The lowest id wins a tie.
+        hidden [R, B, H], of the first B depths; anchor_tokens [R]; every head type. The lowest id
+        wins a tie.
         """
         logits, head = self.base_logits(hidden), self.markov_head
         parents, tokens = anchor_tokens, []
@@ -234,7 +235,7 @@ class TreeSparkDrafter(DrafterModel):
                 hidden.shape[0], self.config.markov_rank, dtype=head.markov_w1.weight.dtype
             )
         )
-        for depth in range(self.config.block_size):
+        for depth in range(hidden.shape[1]):
             if head is not None and head.head_type == "rnn":
                 assert state is not None
                 embedded = head.markov_w1(parents)
