@@ -216,14 +216,13 @@ def test_the_bench_measures_a_small_server_and_goes_on(tmp_path):
 @pytest.mark.multi
 def test_a_short_soak_of_a_small_server_passes(tmp_path):
     done, out = run_tool(
-        "soak_serving", tmp_path, "--minutes", "1", "--concurrency", "4", "--max-tokens", "40",
-        "--abort-rate", "0.2", "--max-model-len", "250", "--dtype", "float32",
+        "soak_serving", tmp_path, "--minutes", "1.3", "--warmup-minutes", "0.9",
+        "--concurrency", "4", "--max-tokens", "40", "--abort-rate", "0.2",
+        "--max-model-len", "250", "--dtype", "float32",
     )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((out / "soak.json").read_text())
-    # Within its first minute a small server has not settled: a few megabytes are percents of it.
-    assert result["growth"] < 0.1
-    assert all(found.startswith("resident memory grew") for found in result["problems"])
-    assert done.returncode == bool(result["problems"]), done.stdout + done.stderr
+    assert result["problems"] == []
     assert result["counts"]["aborted"] > 0
 
 
