@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Throughput of the server on this machine: off, chain and trees at several concurrencies.
+"""Throughput of the server on this machine: modes of speculation at several concurrencies.
 
     python tools/bench_serving.py TARGET --drafter DIR [--out runs/bench-serving]
 
@@ -12,7 +12,7 @@ stall:   the gaps of one stream while another prompt of three prefill chunks is 
 
 A cell that is done stands in OUT/cells.jsonl: after an interruption the same command goes on with
 the next one. In the end it writes OUT/bench.json, bench.md, bench.svg and bench.png. Nothing else
-should run meanwhile; the load averages are in the result. The defaults take about half an hour with
+should run meanwhile; the load averages are in the result. The defaults take about 40 minutes with
 a 135M target on two cores: 12 prompts at C=1, three per slot above that, 64 tokens each.
 """
 
@@ -45,6 +45,8 @@ from treespark.serving.speculation import MODES
 ROOT = Path(__file__).parent.parent
 PROMPTS = [ROOT / "recipes" / "prompts" / f"{name}.jsonl" for name in ("gsm8k", "mt-bench")]
 PARTS = ("servers", "workers", "peer", "stall")
+DEFAULT_MODES = ("off", "chain", "8", "auto")
+NAMED_MODES = [mode for mode in MODES if not mode.isdigit()]
 # Of a cell's result: what the tables and a later reader need.
 KEPT = (
     "duration", "completed", "failed", "errors", "total_input_tokens", "total_output_tokens",
@@ -92,7 +94,7 @@ def rotated(modes: list[str], turn: int) -> list[str]:
 
 
 def mode_flags(mode: str) -> tuple[str, ...]:
-    """Return the flags of `treespark serve` for off, chain or a number of nodes."""
+    """Return the flags of `treespark serve` for off, chain, auto or a number of nodes."""
     return ("--speculation", mode) if mode in MODES else ("--budget", mode)
 
 
@@ -119,7 +121,7 @@ class Bench:
         return {
             "id": cell.id,
             "part": cell.part,
-            "mode": cell.mode if cell.mode in (*MODES[:2], PEER) else f"tree-{cell.mode}",
+            "mode": cell.mode if cell.mode in (*NAMED_MODES, PEER) else f"tree-{cell.mode}",
             "concurrency": cell.concurrency,
             "repeat": cell.repeat,
             "load_average": [load[0], os.getloadavg()[0]],
@@ -301,7 +303,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--drafter", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("runs/bench-serving"))
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--modes", default="off,chain,8", help="off, chain or numbers of nodes")
+    modes = ",".join(DEFAULT_MODES)
+    parser.add_argument("--modes", default=modes, help="off, chain, auto or numbers of nodes")
     parser.add_argument("--concurrency", default="1,6,12", help="of parts servers and peer")
     parser.add_argument("--prompts", type=Path, action="append", help="JSONL file; repeatable")
     parser.add_argument("--dtype", default="bfloat16")
@@ -326,8 +329,8 @@ def arguments() -> argparse.Namespace:
         if part not in PARTS:
             raise UsageError(f"--parts {part}: allowed: {', '.join(PARTS)}")
     for mode in args.modes:
-        if mode not in MODES[:2] and not (mode.isascii() and mode.isdigit()):
-            raise UsageError(f"--modes {mode}: allowed: off, chain and numbers of nodes")
+        if mode not in NAMED_MODES and not (mode.isascii() and mode.isdigit()):
+            raise UsageError(f"--modes {mode}: allowed: off, chain, auto and numbers of nodes")
     for name in sizes:
         if getattr(args, name.replace("-", "_")) < 1:
             raise UsageError(f"--{name} {getattr(args, name.replace('-', '_'))}: need at least 1")

@@ -89,6 +89,7 @@ def test_modes_take_turns_and_every_cell_comes_once():
     assert firsts == ["off", "chain", "8"]
     assert {c.concurrency for c in cells if c.part == "workers"} == {36}
     assert mode_flags("chain") == ("--speculation", "chain")
+    assert mode_flags("auto") == ("--speculation", "auto")
     assert mode_flags("8") == ("--budget", "8")
 
 

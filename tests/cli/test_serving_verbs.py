@@ -9,6 +9,7 @@ import pytest
 
 from treespark import cli
 from treespark.bench import load
+from treespark.errors import UsageError
 from treespark.serving import serve, workers
 
 
@@ -38,11 +39,11 @@ def test_serve_takes_vllms_flags(call):
         "bfloat16", "--max-model-len", 64, "--max-num-seqs", 6, "--max-num-queued-reqs", 7,
         "--stream-interval", 8, "--shutdown-timeout", 9, "--override-generation-config",
         '{"temperature": 0.5}', "--per-request-spec-decode-metrics", "none", "--seed", 3,
-        "--metrics-compat", "none", "--speculation", "chain", "--enable-prefix-caching",
+        "--metrics-compat", "none", "--speculation", "auto", "--enable-prefix-caching",
     )  # fmt: skip
     assert options == serve.ServeOptions(
         Path("target"), Path("d"), {"budget": 16}, "::1", 9, ("a", "b"), ("m",), "bfloat16", None,
-        64, 6, 7, "chain", 3, 8, 9.0, {"temperature": 0.5}, False, False, True,
+        64, 6, 7, "auto", 3, 8, 9.0, {"temperature": 0.5}, False, False, True,
     )  # fmt: skip
 
 
@@ -71,6 +72,29 @@ def test_the_drafter_can_come_as_vllms_json(call):
 )
 def test_speculation_that_cannot_be_meant_is_refused(call, flags, words):
     assert words in call(serve, "run_serve", "serve", "t", *flags)
+
+
+@pytest.mark.parametrize(
+    ("given", "mode"),
+    [
+        ({"drafter": Path("d")}, "auto"),
+        ({"drafter": Path("d"), "policy": {"depth": 3}}, "auto"),
+        ({"drafter": Path("d"), "policy": {"budget": 8}}, None),
+        ({"drafter": Path("d"), "policy": {"budget": 8}, "speculation": "auto"}, "auto"),
+        ({"drafter": Path("d"), "speculation": "15"}, "15"),
+        ({"drafter": Path("d"), "speculation": "off"}, "off"),
+        ({}, None),
+    ],
+)
+def test_a_server_chooses_its_budget_unless_it_is_told(given, mode):
+    assert serve.speculation_mode(serve.ServeOptions(Path("t"), **given)) == mode
+
+
+@pytest.mark.parametrize("mode", ["off", "chain", "15"])
+def test_two_budgets_are_refused(mode):
+    options = serve.ServeOptions(Path("t"), Path("d"), {"budget": 8}, speculation=mode)
+    with pytest.raises(UsageError, match=f"--speculation {mode}: contradicts --budget 8"):
+        serve.run_serve(options)
 
 
 def test_keys_come_from_a_file_too(call, tmp_path):

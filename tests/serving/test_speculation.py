@@ -20,8 +20,9 @@ from treespark.errors import UsageError
 from treespark.serving import accept as accept_module
 from treespark.serving.engine import Engine
 from treespark.serving.params import SamplingParams
+from treespark.serving.pricing import BudgetPricing
 from treespark.serving.scheduler import Request
-from treespark.serving.speculation import MODES
+from treespark.serving.speculation import MODES, SpeculationControl
 from treespark.tree import builder as builder_module
 from treespark.tree.policy import TreePolicy, pack
 
@@ -33,7 +34,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("mode", [None, *MODES])
+@pytest.mark.parametrize("mode", [None, "off", "chain", "15", "32"])
 def test_every_mode_gives_the_same_text_and_its_own_trees(mode):
     target = world().target
     engine = Engine(target, drafter(target), TreePolicy(5, 4, 12), speculation=mode)
@@ -46,6 +47,89 @@ def test_every_mode_gives_the_same_text_and_its_own_trees(mode):
         assert all(r.num_proposed == r.proposed_depth for r in rounds)
     reasons = {output.metrics.plain_decoding for output in outputs.values()}
     assert reasons == ({"off"} if mode == "off" else {None})
+
+
+def test_the_modes_of_the_tests_are_all_there_are():
+    assert MODES == ("off", "chain", "15", "32", "auto")
+
+
+@pytest.mark.parametrize("order", [(0, 12), (12, 3, 0, 8), (3, 0, 0, 12, 0), (0, 0, 0, 3)])
+def test_budgets_that_change_from_round_to_round_change_no_text(monkeypatch, order):
+    """Requests join late, one is sampled, and what was not drafted is context of later drafts."""
+    asked = []
+
+    def choose(pricing, num_drafting, num_plain):
+        asked.append((num_drafting, num_plain))
+        return order[len(asked) % len(order)]
+
+    monkeypatch.setattr(BudgetPricing, "choose", choose)
+    target = world().target
+    engine = Engine(
+        target, drafter(target), TreePolicy(5, 4, 12), speculation="auto", max_num_seqs=3
+    )
+    budgets = []
+    engine.on_round = lambda batch, tree, accepted: budgets.append(
+        (engine.stats().tree_budget, int(tree.num_nodes.max()))
+    )
+    requests = requests_for(PROMPTS, LIMITS)
+    requests.append(Request("s", [4, 5], SamplingParams(9, temperature=1.0, ignore_eos=True)))
+    outputs = run(engine, requests, arrivals=[0, 1, 4, 6, 2])
+    assert {name: outputs[name].token_ids for name in EXPECTED} == EXPECTED
+    assert all(nodes <= budget for budget, nodes in budgets)
+    assert {budget for budget, _ in budgets} == set(order)
+    assert max(nodes for _, nodes in budgets) == max(order)
+    assert {1, 2} <= {num_drafting for num_drafting, _ in asked}
+    assert {0, 1} <= {num_plain for _, num_plain in asked}
+    assert [outputs[name].metrics.plain_decoding for name in EXPECTED] == [None] * len(EXPECTED)
+
+
+def test_auto_is_told_what_rounds_took_and_brought(monkeypatch):
+    notes, target = [], world().target
+
+    def note(pricing, *values):
+        notes.append(values)
+
+    monkeypatch.setattr(BudgetPricing, "choose", lambda *load: 12)
+    monkeypatch.setattr(BudgetPricing, "note", note)
+    engine = Engine(target, drafter(target), TreePolicy(5, 4, 12), speculation="auto")
+    seen = []
+    engine.on_round = lambda batch, tree, accepted: seen.append((tree, accepted))
+    # One request draws, one has room for a single token behind the first, where no draft fits.
+    requests = requests_for(PROMPTS[:2], [30, 2])
+    requests.append(Request("s", [4, 5], SamplingParams(9, temperature=1.0, ignore_eos=True)))
+    run(engine, requests)
+    first, *later = notes
+    # The first round stands behind the prompts.
+    assert first[:4] == (1, 2, 12, None)
+    assert {(1, 1), (1, 0)} <= {values[:2] for values in later} <= {(1, 1), (1, 0), (0, 1)}
+    assert all(0 < seconds < 60 for *_, seconds, _ in later)
+    for (tree, accepted), (*_, ranks) in zip(seen, notes, strict=True):
+        slots = range(1, tree.scores.shape[1])
+        order = sorted(slots, key=lambda slot: (-float(tree.scores[0, slot]), slot))
+        places = [order.index(node) + 1 for node in accepted[0].nodes[1:]]
+        assert [list(row) for row in ranks] == [places] * len(ranks)
+    assert any(row for *_, ranks in notes for row in ranks)
+
+
+@pytest.mark.parametrize(
+    ("policy", "budgets"),
+    [
+        (TreePolicy(7, 4, 32), [0, 3, 8, 16, 32]),
+        (TreePolicy(7, 4, 20), [0, 3, 8, 16, 20]),
+        (TreePolicy(7, 4, 64), [0, 3, 8, 16, 32, 64]),
+        (TreePolicy(7, 1, 7), [0, 3, 7]),
+        (TreePolicy(7, 4, 2), [0, 2]),
+        (TreePolicy(7, 4, 0), [0]),
+    ],
+)
+def test_auto_stays_within_the_policy(monkeypatch, policy, budgets):
+    made = []
+    monkeypatch.setattr(
+        "treespark.serving.speculation.BudgetPricing", lambda given: made.append(list(given))
+    )
+    control = SpeculationControl(policy, "auto")
+    assert made == [budgets]
+    assert control.largest == policy
 
 
 def test_a_drafter_that_is_off_keeps_no_context():
@@ -63,7 +147,11 @@ def test_decoding_without_a_drafter_is_plain_and_says_so():
 
 @pytest.mark.parametrize(
     ("model", "mode", "word"),
-    [(True, "16", "--speculation 16: allowed: off, chain, 15, 32"), (False, "32", "a drafter")],
+    [
+        (True, "16", "--speculation 16: allowed: off, chain, 15, 32, auto"),
+        (False, "32", "a drafter"),
+        (False, "auto", "a drafter"),
+    ],
 )
 def test_a_mode_that_cannot_work_is_refused(model, mode, word):
     target = world().target

@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.tree.tree_oracle import random_tree, walk_slowly
-from treespark.tree import PackedTree, TreePolicy, accept_greedy, accept_tokens, expand, pack
+from treespark.tree import (
+    PackedTree,
+    TreePolicy,
+    accept_greedy,
+    accept_tokens,
+    expand,
+    pack,
+    path_ranks,
+)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -66,6 +74,40 @@ def test_a_tree_of_the_whole_vocabulary_always_accepts_every_depth():
     path = accept_tokens(tree, target, policy.depth)
     assert path.num_accepted.tolist() == [3] * 5
     assert torch.equal(path.tokens, target.gather(1, path.retrieve_indices))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**31),
+    vocab=st.integers(2, 5),
+    levels=st.sampled_from([1, 2, 50]),
+    budget=st.integers(0, 30),
+)
+def test_places_of_accepted_nodes_tell_what_any_smaller_tree_accepts(seed, vocab, levels, budget):
+    """Few levels of logits make many ties; one request has less room than the others."""
+    generator = torch.Generator().manual_seed(seed)
+    policy = TreePolicy(depth=4, branching=3, budget=budget, frontier=2)
+    logits = torch.randint(levels, (3, 4, vocab), generator=generator).float()
+    logits[torch.rand(logits.shape, generator=generator) < 0.1] = -torch.inf
+    pool = expand(
+        lambda depth, tokens: logits[:, depth - 1, None].expand(-1, tokens.shape[1], -1),
+        torch.zeros(3, dtype=torch.int64),
+        policy,
+    )
+    limits = torch.tensor([4, 2, 4])
+    # What the target says after a node, whatever slot it has in a tree; the anchor is the last.
+    says = torch.randint(vocab, (3, pool.tokens.shape[1] + 1), generator=generator)
+
+    def accepted(budget):
+        tree = pack(pool, budget, limits)
+        return tree, accept_tokens(tree, says.gather(1, tree.pool_index % says.shape[1]), 4)
+
+    ranks = path_ranks(*accepted(budget))
+    assert ranks.shape == (3, 5)
+    assert not ranks[:, 0].any()
+    for smaller in range(budget + 1):
+        _, path = accepted(smaller)
+        assert ((ranks >= 1) & (ranks <= smaller)).sum(1).tolist() == path.num_accepted.tolist()
 
 
 def test_a_target_that_contradicts_the_tree_commits_the_bonus_alone():

@@ -34,7 +34,10 @@ def serve(
     budget: Budget = None,
     speculation: Annotated[
         str | None,
-        typer.Option(help="off, chain or a budget, 15 or 32. Default: the drafter's tree."),
+        typer.Option(
+            help="auto: the budget that is fastest under the load, up to --budget; or off, chain, "
+            "15, 32. Default: --budget if given, else auto."
+        ),
     ] = None,
     speculative_config: Annotated[
         str | None,

@@ -15,7 +15,7 @@ from treespark.serving.commit import Proposal
 from treespark.serving.records import TokenLogprobs
 from treespark.serving.sampling import sample_token, uniform
 from treespark.tree.policy import ordered_topk
-from treespark.tree.verify import AcceptedPath, accept_tokens
+from treespark.tree.verify import AcceptedPath, accept_tokens, path_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,41 +29,51 @@ if TYPE_CHECKING:
 class Accepted(NamedTuple):
     """One request's verified path: node indices with the root first, tokens with the bonus last.
 
-    logprobs: of every token, None unless the request asks for them.
+    logprobs: of every token, None unless the request asks for them.  ranks: of every accepted node
+    its place among all nodes of its tree, 1 for the best; empty unless asked for.
     """
 
     nodes: list[int]
     tokens: list[int]
     proposal: Proposal
     logprobs: list[TokenLogprobs] | None = None
+    ranks: Sequence[int] = ()
 
 
 def accept(
-    requests: Sequence[Request], tree: PackedTree, logits: Tensor, depth: int
+    requests: Sequence[Request],
+    tree: PackedTree,
+    logits: Tensor,
+    depth: int,
+    *,
+    ranked: bool = False,
 ) -> list[Accepted]:
     """Walk the target's choices down each tree; the round's one transfer to the host.
 
-    logits: [R, N+1, V] float32.  depth: D, at least that of the deepest node.
+    logits: [R, N+1, V] float32.  depth: D, at least that of the deepest node.  ranked: tell ranks.
     """
     path = accept_tokens(tree, target_tokens(requests, tree, logits), depth)
     counts = torch.stack([path.num_accepted, tree.num_nodes, tree.depths.amax(1).long()], 1)
     asking = [i for i, request in enumerate(requests) if request.params.logprobs is not None]
     parts = [counts, path.retrieve_indices, path.tokens]
+    if ranked:
+        parts.append(path_ranks(tree, path))
     if asking:
         num_top = max(requests[i].params.logprobs or 0 for i in asking)
         parts += path_logprobs(logits, path, asking, num_top)
-    counts_rows, nodes_rows, tokens_rows, *of_asking = to_host(parts)
-    tables = dict(zip(asking, zip(*of_asking, strict=True), strict=True))
+    counts_rows, nodes_rows, tokens_rows, *others = to_host(parts)
+    ranks_rows = others.pop(0) if ranked else [[]] * len(requests)
+    tables = dict(zip(asking, zip(*others, strict=True), strict=True))
     accepted = []
-    for i, (row, nodes, tokens) in enumerate(
-        zip(counts_rows, nodes_rows, tokens_rows, strict=True)
-    ):
+    rows = zip(counts_rows, nodes_rows, tokens_rows, ranks_rows, strict=True)
+    for i, (row, nodes, tokens, ranks) in enumerate(rows):
         num_rows = row[0] + 1
         logprobs = None
         if i in tables:
             num_top = requests[i].params.logprobs or 0
             logprobs = _token_logprobs(tokens[:num_rows], *tables[i], num_top)
-        accepted.append(Accepted(nodes[:num_rows], tokens[:num_rows], Proposal(*row), logprobs))
+        proposal, ranks = Proposal(*row), ranks[1:num_rows]
+        accepted.append(Accepted(nodes[:num_rows], tokens[:num_rows], proposal, logprobs, ranks))
     return accepted
 
 

@@ -147,7 +147,7 @@ class Engine:
             num_waiting=len(self.scheduler.waiting),
             num_free_slots=len(slots) - len(held),
             kv_usage=sum(held) / (len(slots) * self.max_model_len),
-            tree_budget=self.policy.budget,
+            tree_budget=self.control.budget,
             phase_s=dict(self.clock.seconds) if self.clock.enabled else None,
             num_timed_rounds=self.clock.num_rounds,
             **dataclasses.asdict(self.totals),
@@ -158,14 +158,18 @@ class Engine:
         """Run one round; return the answers that grew, with a finish reason where they ended."""
         self.clock.start()
         self._tap_target()
-        self.scheduler.fill_slots(time.perf_counter())
+        began_s = time.perf_counter()
+        self.scheduler.fill_slots(began_s)
+        reads_prompts = bool(self.scheduler.in_state(RequestState.PREFILL))
         grown = self._prefill()
         self.clock.mark("prefill")
         running = self.scheduler.in_state(RequestState.RUNNING)
         if running:
             batch = self._round_batch(running)
             self.clock.mark("host")
-            tree = self._draft(batch)
+            rows = self._rows_that_draft(batch)
+            policy = self.control.choose(len(rows), len(running) - len(rows))
+            tree = self._draft(batch, rows, policy)
             verified = self.target.verify(tree, self.kv, batch.slots, batch.lengths)
             accepted = self._accept(batch.requests, tree, verified.logits)
             self.clock.mark("verify")
@@ -176,6 +180,8 @@ class Engine:
             self._keep_rows(running, accepted, tree, verified.features)
             self.clock.mark("commit")
             self.clock.count_round(len(running))
+            took_s = None if reads_prompts else time.perf_counter() - began_s
+            self.control.note([accepted[i] for i in rows], len(running) - len(rows), took_s)
         outputs = self._emit(grown + running)
         self.clock.mark("host")
         return outputs
@@ -280,13 +286,14 @@ class Engine:
 
     # ------------------------------------------------------------------ draft, expand, pack
 
-    def _draft(self, batch: RoundBatch) -> PackedTree:
-        """Return one tree per request; only the root where a request cannot use a draft."""
+    def _rows_that_draft(self, batch: RoundBatch) -> list[int]:
+        """Return which requests can use a draft; one in the drafter's place sees all that draft."""
         reasons, depths = batch.plain_reasons, batch.max_depths
         rows = [i for i, reason in enumerate(reasons) if reason is None]
-        if self.propose is None:
-            rows = [i for i in rows if depths[i] > 0]
-        policy = self.control.choose(len(rows))
+        return rows if self.propose is not None else [i for i in rows if depths[i] > 0]
+
+    def _draft(self, batch: RoundBatch, rows: list[int], policy: TreePolicy) -> PackedTree:
+        """Return one tree per request, only the root where it is not one of `rows`."""
         if not rows or policy.budget == 0:
             return PackedTree.root_only(batch.anchors)
         drafting = batch.select(rows)
@@ -316,7 +323,7 @@ class Engine:
         """Walk the target's choices down each tree; the round's one transfer to the host."""
         num_nodes = tree.tokens.shape[1] - 1
         depth = num_nodes if self.propose is not None else min(self.policy.depth, num_nodes)
-        return accept(requests, tree, logits, depth)
+        return accept(requests, tree, logits, depth, ranked=self.control.learns)
 
     def _commit(self, batch: RoundBatch, accepted: list[Accepted]) -> None:
         """Make tokens output."""

@@ -40,11 +40,11 @@ _SPECULATIVE = {
 class ServeOptions:
     """Flags of `treespark serve` that are not the engine's; each flag has its field's name.
 
-    policy: changes to the drafter's own tree.  speculation: see `Engine`.  seed: of sampled
-    requests that bring none; None takes another one each time.  defaults: sampling fields for
-    requests that leave them out.  max_num_queued_reqs: requests that may wait beyond those that
-    hold a slot.  shutdown_timeout: seconds that running requests get after SIGTERM.  profile: time
-    the phases of each round.
+    policy: changes to the drafter's own tree.  speculation: see `Engine`; None is "auto" with a
+    drafter whose budget the policy does not set.  seed: of sampled requests that bring none; None
+    takes another one each time.  defaults: sampling fields for requests that leave them out.
+    max_num_queued_reqs: requests that may wait beyond those that hold a slot.  shutdown_timeout:
+    seconds that running requests get after SIGTERM.  profile: time the phases of each round.
     """
 
     target: Path
@@ -105,6 +105,12 @@ def _check(options: ServeOptions) -> None:
     for name in options.served_model_name:
         if not 0 < len(name) <= LENGTHS["model"] or not name.isprintable():
             raise UsageError(f"--served-model-name {name!r}: need 1..{LENGTHS['model']} characters")
+    fixed = options.speculation not in (None, "auto")
+    if fixed and "budget" in options.policy:
+        raise UsageError(
+            f"--speculation {options.speculation}: contradicts --budget "
+            f"{options.policy['budget']}; give one of the two"
+        )
     # The rest of the folder is checked when it is read; this needs no torch.
     if not (options.target / "config.json").is_file():
         raise UsageError(f"target {options.target}: no config.json (a model folder is expected)")
@@ -173,10 +179,17 @@ def _build(options: ServeOptions) -> Engine:
         dataclasses.replace(default_policy(drafter), **options.policy),
         max_num_seqs=options.max_num_seqs,
         max_model_len=options.max_model_len,
-        speculation=options.speculation,
+        speculation=speculation_mode(options),
         reuse_prefixes=options.enable_prefix_caching,
         profile=options.profile,
     )
+
+
+def speculation_mode(options: ServeOptions) -> str | None:
+    """Return how much the engine drafts: a server has loads that a fixed tree is wrong for."""
+    if options.speculation is None and options.drafter and "budget" not in options.policy:
+        return "auto"
+    return options.speculation
 
 
 def make_service(engine: Any, options: ServeOptions) -> Any:
@@ -196,6 +209,7 @@ def make_service(engine: Any, options: ServeOptions) -> Any:
     described = {
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(target.device),
+        "speculation": inner.control.mode,
         "max_num_seqs": options.max_num_seqs,
         "max_num_queued_reqs": options.max_num_queued_reqs,
         "stream_interval": options.stream_interval,

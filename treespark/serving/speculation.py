@@ -8,22 +8,30 @@ import sys
 from typing import TYPE_CHECKING
 
 from treespark.errors import UsageError
+from treespark.serving.pricing import BudgetPricing
 from treespark.tree.policy import TreePolicy
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from treespark.drafter.auto import Drafter
+    from treespark.serving.accept import Accepted
     from treespark.serving.scheduler import Request
 
+AUTO = "auto"
 # Few, so that a device that compiles or captures graphs by shape meets few shapes.
-MODES = ("off", "chain", "15", "32")
+MODES = ("off", "chain", "15", "32", AUTO)
+# What `auto` chooses among, beside the policy's own budget.
+_AUTO_BUDGETS = (0, 3, 8, 16, 32)
 
 
 class SpeculationControl:
     """Chooses the tree of each round, one for all its requests.
 
     shape: depth and branching of every tree, and its budget where `mode` is None.  mode: "off",
-    "chain" (one node per depth) or a budget, fixed for the engine's life.  drafter: None where
-    nothing limits the drafts but the target.  Raises UsageError for an unknown mode.
+    "chain" (one node per depth) or a budget, fixed for the engine's life; or "auto": what has been
+    fastest so far under the load of the round, from nothing up to the budget of `shape`.  drafter:
+    None where nothing limits the drafts but the target.  Raises UsageError for an unknown mode.
     """
 
     def __init__(
@@ -32,24 +40,54 @@ class SpeculationControl:
         if mode is not None and mode not in MODES:
             raise UsageError(f"--speculation {mode}: allowed: {', '.join(MODES)}")
         self.mode = mode
-        self._policy = shape if mode is None else policy_of(mode, shape)
+        self._policy = shape if mode in (None, AUTO) else policy_of(mode, shape)
         self._block_size, self._context = 0, sys.maxsize
         if drafter is not None:
             self._block_size = drafter.config.block_size
             self._context = drafter.config.max_position_embeddings
+        self._budget = self._policy.budget
+        self._pricing = None
+        if mode == AUTO:
+            largest = self._policy.budget
+            smaller = [budget for budget in _AUTO_BUDGETS if budget < largest]
+            self._pricing = BudgetPricing([*smaller, largest])
 
     @property
     def largest(self) -> TreePolicy:
         """The policy of the largest tree that `choose` may return."""
         return self._policy
 
-    def choose(self, num_requests: int) -> TreePolicy:
-        """Return the policy of a round in which `num_requests` may draft; budget 0 drafts nothing.
+    @property
+    def budget(self) -> int:
+        """The budget that was chosen last."""
+        return self._budget
 
-        Load is all that a choice may depend on: it is the same for all requests of a round, and
-        greedy output is the same whatever is chosen. So far the choice is fixed.
+    @property
+    def learns(self) -> bool:
+        """Whether `note` is told of every round."""
+        return self._pricing is not None
+
+    def choose(self, num_drafting: int, num_plain: int) -> TreePolicy:
+        """Return the policy of a round in which so many may draft; budget 0 drafts nothing.
+
+        num_plain: requests of the round that cannot. Load and what rounds took and brought are all
+        that a choice depends on: it is one for all requests of a round, and greedy output is the
+        same whatever is chosen.
         """
-        return self._policy
+        if self._pricing is None:
+            return self._policy
+        self._budget = self._pricing.choose(num_drafting, num_plain)
+        return dataclasses.replace(self._policy, budget=self._budget)
+
+    def note(self, accepted: Sequence[Accepted], num_plain: int, seconds: float | None) -> None:
+        """Learn from a round that was chosen, if that is what this control does.
+
+        accepted: of the requests that might draft.  seconds: what the round took, None where
+        something else took part of it.
+        """
+        if self._pricing is not None:
+            ranks = [path.ranks for path in accepted]
+            self._pricing.note(len(accepted), num_plain, self._budget, seconds, ranks)
 
     def plain_reason(self, request: Request) -> str | None:
         """Return why a request decodes without drafts from here on, None if it drafts.
@@ -66,7 +104,7 @@ class SpeculationControl:
 
 
 def policy_of(mode: str, shape: TreePolicy) -> TreePolicy:
-    """Return the policy of a mode for trees of this depth and branching."""
+    """Return the policy of a fixed mode for trees of this depth and branching."""
     if mode == "off":
         return dataclasses.replace(shape, budget=0)
     if mode == "chain":

@@ -49,7 +49,7 @@ _OWN_COUNTERS = {
     "committed_tokens": ("num_committed_tokens", "Tokens that rounds put out."),
 }
 _OWN_GAUGES = {
-    "tree_budget": ("tree_budget", "Nodes a tree may have."),
+    "tree_budget": ("tree_budget", "Nodes that a tree may have now."),
     "free_slots": ("num_free_slots", "Slots that no request holds."),
 }
 

@@ -18,7 +18,7 @@ from treespark.tree.policy import (
     ordered_topk,
     pack,
 )
-from treespark.tree.verify import AcceptedPath, accept_greedy, accept_tokens
+from treespark.tree.verify import AcceptedPath, accept_greedy, accept_tokens, path_ranks
 
 __all__ = [
     "AcceptedPath",
@@ -34,4 +34,5 @@ __all__ = [
     "expand_children",
     "ordered_topk",
     "pack",
+    "path_ranks",
 ]

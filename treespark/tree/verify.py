@@ -10,6 +10,7 @@ accepted nodes are one path down from the anchor.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from treespark.tree.packed import PackedTree
@@ -51,6 +52,20 @@ def accept_tokens(tree: PackedTree, target_tokens: Tensor, depth: int) -> Accept
         retrieve_indices=retrieve_indices,
         tokens=tokens.masked_fill(retrieve_indices < 0, -1),
     )
+
+
+def path_ranks(tree: PackedTree, path: AcceptedPath) -> Tensor:
+    """Return the place of each slot of the path among all nodes of its tree, [R, D+1] int64.
+
+    1 is the best node by the order that packs; anchor and padding have 0. The nodes up to place n
+    are the tree of budget n, so the path in that tree ends before the first place above n.
+    """
+    slots = path.retrieve_indices.clamp_min(0)
+    own = tree.scores.gather(1, slots)[..., None]
+    scores, is_node = tree.scores[:, None], tree.valid & (tree.parents >= 0)
+    columns = torch.arange(tree.scores.shape[1], device=slots.device)
+    ahead = (scores > own) | ((scores == own) & (columns <= slots[..., None]))
+    return (ahead & is_node[:, None]).sum(2).masked_fill(path.retrieve_indices < 1, 0)
 
 
 def accept_greedy(tree: PackedTree, target_logits: Tensor, depth: int) -> AcceptedPath:
