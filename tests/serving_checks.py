@@ -148,15 +148,15 @@ def record_trees(engine: Engine) -> dict[str, list[Row]]:
     trees: dict[str, list[Row]] = {}
     draft, propose = engine._draft, engine.propose
 
-    def note(batch: RoundBatch) -> PackedTree:
+    def note(batch: RoundBatch, rows: list[int], policy: TreePolicy) -> PackedTree:
         engine.propose = None
-        tree = draft(batch)
+        tree = draft(batch, engine._rows_that_draft(batch), policy)
         engine.propose = propose
         for i, request in enumerate(batch.requests):
             size = int(tree.num_nodes[i]) + 1
             row = (tree.tokens[i, :size].tolist(), tree.parents[i, :size].tolist())
             trees.setdefault(request.request_id, []).append(row)
-        return tree if propose is None else draft(batch)
+        return tree if propose is None else draft(batch, rows, policy)
 
     engine._draft = note  # type: ignore[method-assign]
     return trees

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import html
 import json
+import os
 import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
@@ -148,6 +149,37 @@ def test_setting_names_folders_without_the_way_to_them(tmp_path):
     assert shown["command"] == "treespark bench suite my.yaml"
     assert shown["target"] == "path Qwen3-4B, vocab_size 9"
     assert shown["versions"] == "treespark 0.1.0, torch 2.13.0"
+
+
+def test_json_has_no_absolute_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path, recipe = str(tmp_path / "models" / "Qwen3-4B"), {"out": "/elsewhere/run", "seed": 1}
+    folder = one_cell_run(tmp_path / "run", target={"path": path}, recipe=recipe)
+    write_suite_report([folder], tmp_path / "out")
+    text = (tmp_path / "out" / "report.json").read_text()
+    (study,) = json.loads(text)["studies"]
+    assert study["runs"] == ["run"]
+    assert study["setting"]["target"]["path"] == "models/Qwen3-4B"
+    assert study["setting"]["recipe"] == {"out": os.path.relpath("/elsewhere/run"), "seed": 1}
+    assert str(tmp_path) not in text
+
+
+def test_figures_of_the_report_before_are_replaced_and_no_other_file(tmp_path):
+    out = tmp_path / "out"
+    write_suite_report([one_cell_run(tmp_path / "1")], out)
+    for name in ("mine.svg", "gone.svg", "gone.png"):
+        (out / "figures" / name).touch()
+    kept = json.loads((out / "report.json").read_text())
+    kept["figures"] += ["gone", "../outside", 3]
+    (out / "report.json").write_text(json.dumps(kept))
+    (out / "outside.svg").touch()
+    run = RunWriter(setting([A], ("dspark",)))
+    timed_cell(run, ("a", "dspark", 1, 0), 10)
+    write_suite_report([run.write(tmp_path / "2")], out)
+    left = {path.name for path in (out / "figures").iterdir()}
+    listed = json.loads((out / "report.json").read_text())["figures"]
+    assert left == {f"{key}.{suffix}" for key in listed for suffix in ("svg", "png")} | {"mine.svg"}
+    assert (out / "outside.svg").exists()
 
 
 def test_two_targets_have_their_own_tables_on_one_page(tmp_path):

@@ -115,10 +115,15 @@ def test_a_method_without_options_of_growth_leaves_the_builder_alone(drafters):
 @pytest.mark.parametrize(
     ("name", "drafter_name", "options", "message"),
     [
-        ("treespark", "rnn", {}, r"method treespark: --branching 4: allowed: 1"),
+        ("treespark", "rnn", {}, r"method treespark: branching 4: allowed: 1"),
         ("dspark", "eagle3", {}, r"drafter eagle3 is treespark_eagle3; need a block drafter"),
-        ("treespark", "block", {"depth": 6}, r"--depth 6: allowed: 1\.\.5"),
-        ("ddtree", "block", {"budget": 100}, r"--budget 100: allowed: 0\.\.64 with stop budget"),
+        ("treespark", "block", {"depth": 6}, r"^method treespark: depth 6: allowed: 1\.\.5"),
+        (
+            "ddtree",
+            "block",
+            {"budget": 100},
+            r"^method ddtree: budget 100: allowed: 0\.\.64",
+        ),
         ("dspark", "block", {"branching": 2}, r"branching 2: a chain has none"),
         ("treespark", "block", {"min_confidence": 0.5}, r"cuts chains, use branching 1"),
         ("best-first", "block", {"threshold": 0.5}, r"goes with stop threshold only"),

@@ -224,6 +224,18 @@ def test_requests_share_a_cache_without_seeing_each_other():
         )
 
 
+@pytest.mark.parametrize("num_depths", [1, 3])
+def test_a_shorter_chain_takes_fewer_steps_and_has_the_same_beginning(num_depths):
+    drafter, calls = tiny_eagle3(), []
+    cache, anchors = drafter.new_cache(1, LENGTH), torch.tensor([7])
+    drafter.extend_contexts(cache, [0], [0], [9], features(1, 9), ids(1, 9))
+    whole = drafter.draft_block(cache, [0], [9], anchors)
+    drafter.layer.register_forward_hook(lambda *_: calls.append(1))
+    hidden = drafter.draft_block(cache, [0], [9], anchors, num_depths)
+    assert torch.equal(hidden, whole[:, :num_depths])
+    assert len(calls) == num_depths
+
+
 def test_prepacked_weights_draft_the_same():
     drafter, tokens, rows = tiny_eagle3(), ids(5, LENGTH), features(5, LENGTH)
     expected = [draft(drafter, rows[:n], tokens[:n], tokens[n]) for n in (1, 9)]

@@ -102,7 +102,8 @@ def suite_method(
     try:
         return _resolved(section, drafters, target)
     except UsageError as problem:
-        raise UsageError(f"method {section.name}: {problem}") from None
+        # Options of the command line are keys here.
+        raise UsageError(f"method {section.name}: {str(problem).removeprefix('--')}") from None
 
 
 def _resolved(

@@ -58,9 +58,14 @@ class Drafter(Protocol):
         """`extend_context` for several slots in one pass."""
 
     def draft_block(
-        self, cache: Any, slots: Sequence[int], lengths: Sequence[int], anchor_tokens: Tensor
+        self,
+        cache: Any,
+        slots: Sequence[int],
+        lengths: Sequence[int],
+        anchor_tokens: Tensor,
+        num_depths: int | None = None,
     ) -> Tensor:
-        """Return hidden [R, B, H] of one block per request."""
+        """Return hidden [R, D, H] of the first D = num_depths (None = B) depths of a block each."""
 
     def base_logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, B, V] by depth alone, float32."""

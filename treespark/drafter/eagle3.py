@@ -299,12 +299,15 @@ class Eagle3Drafter(DrafterModel):
         slots: Sequence[int],
         lengths: Sequence[int],
         anchor_tokens: Tensor,
+        num_depths: int | None = None,
     ) -> Tensor:
-        """Return hidden [R, B, H] along the greedy chain of each request, after the final norm.
+        """Return hidden [R, D, H] along the greedy chain of each request, after the final norm.
 
         Request i has lengths[i] >= 1 committed positions in slots[i] and its anchor,
         anchor_tokens[i], at position lengths[i]. The cache is only read. The lowest id wins a tie.
+        num_depths: D, the number of steps that are taken; None = B.
         """
+        num_steps = self.config.block_size if num_depths is None else num_depths
         last = [n - 1 for n in lengths]
         hidden, tokens = cache.fused[list(slots), last], anchor_tokens
         views = [cache.view(0, slot, n) for slot, n in zip(slots, last, strict=True)]
@@ -314,11 +317,11 @@ class Eagle3Drafter(DrafterModel):
         def attend(query: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
             return packed_attention(query.unsqueeze(1), _append(steps, kv, 1), views).squeeze(1)
 
-        for step in range(self.config.block_size):
+        for step in range(num_steps):
             rope = self._rope_rows([n + step for n in last], hidden)
             hidden = self.layer(hidden, self.embed(tokens), rope, attend)
             outputs.append(self.norm(hidden))
-            if step + 1 < self.config.block_size:
+            if step + 1 < num_steps:
                 tokens = self.base_logits(outputs[-1]).argmax(-1)
         return torch.stack(outputs, 1)
 

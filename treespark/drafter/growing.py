@@ -54,6 +54,11 @@ class Growth:
                 f"min_confidence {self.min_confidence}: the drafter has no confidence head"
             )
 
+    def num_depths(self, policy: TreePolicy) -> int:
+        """Return how many depths of a block `grow` looks at."""
+        # All nodes above a packed one are packed too: none is deeper than there are nodes.
+        return policy.depth if self.whole_pool else min(policy.depth, max(policy.budget, 1))
+
     def grow(
         self,
         drafter: Drafter,
@@ -64,12 +69,10 @@ class Growth:
     ) -> tuple[CandidatePool, PackedTree]:
         """Return candidates and trees of one drafted block per request.
 
-        hidden [R, B, H] of `draft_block`; anchors, max_depths [R] int64. Depths that no tree of the
-        policy's budget can reach cost nothing.
+        hidden [R, D, H] of `draft_block`, of `num_depths` depths or more; anchors, max_depths [R]
+        int64. Depths that no tree of the policy's budget can reach cost nothing.
         """
-        if not self.whole_pool:
-            # All nodes above a packed one are packed too: none is deeper than there are nodes.
-            policy = replace(policy, depth=min(policy.depth, max(policy.budget, 1)))
+        policy = replace(policy, depth=self.num_depths(policy))
         hidden = hidden[:, : policy.depth]
         if self.builder.proposal == MARGINAL:
             children = marginal_children(drafter.base_logits(hidden))

@@ -121,11 +121,13 @@ class TreeSparkDrafter(DrafterModel):
         slots: Sequence[int],
         lengths: Sequence[int],
         anchor_tokens: Tensor,
+        num_depths: int | None = None,
     ) -> Tensor:
-        """Return hidden [R, B, H] of one block per request, after the final norm.
+        """Return hidden [R, D, H] of one block per request, after the final norm.
 
         Request i has its context in rows < lengths[i] of slots[i] and its anchor, anchor_tokens[i],
-        at position lengths[i]. The cache is only read.
+        at position lengths[i]. The cache is only read. num_depths: D, None = B; a pass takes the
+        whole block in any case.
         """
         num_slots = self.config.num_slots
         hidden = self._embed_blocks(anchor_tokens)
@@ -144,7 +146,7 @@ class TreeSparkDrafter(DrafterModel):
                 return packed_attention(query, block_kv, views)
 
             hidden = layer(hidden, rope, attend)
-        return self.norm(self._drafted(hidden))
+        return self.norm(self._drafted(hidden)[:, :num_depths])
 
     def _embed_blocks(self, anchor_tokens: Tensor) -> Tensor:
         """Return slot inputs [..., W, H]: the anchor's embedding, then the mask token's."""

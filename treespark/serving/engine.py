@@ -308,7 +308,13 @@ class Engine:
     def _grow(self, batch: RoundBatch, policy: TreePolicy) -> PackedTree:
         """Return trees proposed by one drafter pass, expanded and packed together."""
         assert self.drafter is not None
-        hidden = self.drafter.draft_block(self.context, batch.slots, batch.lengths, batch.anchors)
+        hidden = self.drafter.draft_block(
+            self.context,
+            batch.slots,
+            batch.lengths,
+            batch.anchors,
+            self.growth.num_depths(policy),
+        )
         self.clock.mark("draft")
         limits = torch.tensor(batch.max_depths, device=batch.anchors.device)
         _, tree = self.growth.grow(self.drafter, hidden, batch.anchors, policy, limits)

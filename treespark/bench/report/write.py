@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,8 +81,13 @@ def write_suite_report(folders: Sequence[Path], out: Path) -> Path:
         chapters = [_chapter(study, several=len(studies) > 1) for study in studies]
         drawings = [drawing for chapter in chapters for drawing in chapter.drawings]
         # The numbers first: by them a folder that was only begun is known as a report's.
-        numbers = {"studies": [_as_json(chapter) for chapter in chapters]}
+        keys = [drawing.key for drawing in drawings]
+        stale = set(_figures_of(out / JSON)) - set(keys)
+        numbers = {"studies": [_as_json(chapter) for chapter in chapters], "figures": keys}
         write_json_atomic(out / JSON, numbers)
+        for key in stale:
+            for suffix in ("svg", "png"):
+                (out / FIGURES / f"{key}.{suffix}").unlink(missing_ok=True)
         _write_figures(drawings, out / FIGURES)
         write_atomic(out / LATEX, [_latex(chapters).encode()])
         write_atomic(out / MARKDOWN, [_markdown(chapters).encode()])
@@ -106,10 +112,24 @@ def _check_out(out: Path) -> None:
 
 
 def _is_report(path: Path) -> bool:
+    return "studies" in _read_report(path)
+
+
+def _read_report(path: Path) -> dict[str, Any]:
+    """Return the JSON of an earlier report; empty where there is none."""
     try:
-        return "studies" in json.loads(path.read_bytes())
-    except (OSError, ValueError, TypeError):
-        return False
+        report = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return report if isinstance(report, dict) else {}
+
+
+def _figures_of(path: Path) -> list[str]:
+    """Return the keys of the figures of an earlier report, which this one replaces."""
+    keys = _read_report(path).get("figures")
+    if not isinstance(keys, list):
+        return []
+    return [key for key in keys if isinstance(key, str) and re.fullmatch(r"[\w-]+", key)]
 
 
 def _chapter(study: Study, *, several: bool) -> Chapter:
@@ -295,6 +315,16 @@ def _page(chapters: Sequence[Chapter]) -> str:
     )
 
 
+def _portable(value: Any) -> Any:
+    """The value with absolute paths as seen from here, as reports go to other machines."""
+    if isinstance(value, dict):
+        return {key: _portable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_portable(item) for item in value]
+    is_path = isinstance(value, str) and Path(value).is_absolute()
+    return os.path.relpath(value) if is_path else value
+
+
 def _as_json(chapter: Chapter) -> dict[str, Any]:
     """What the tables say, unrounded, and what stands behind the figures."""
     study, results = chapter.study, chapter.results
@@ -311,8 +341,8 @@ def _as_json(chapter: Chapter) -> dict[str, Any]:
     }
     return {
         "name": study.name,
-        "runs": [str(run.folder) for run in study.runs],
-        "setting": json.loads(json.dumps(dataclasses.asdict(study.setting))),
+        "runs": [_portable(str(run.folder)) for run in study.runs],
+        "setting": _portable(json.loads(json.dumps(dataclasses.asdict(study.setting)))),
         "num_missing_cells": study.num_missing,
         "notes": notes(study),
         "tables": [json_table(table) for table in chapter.tables],
