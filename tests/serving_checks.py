@@ -150,7 +150,7 @@ def record_trees(engine: Engine) -> dict[str, list[Row]]:
 
     def note(batch: RoundBatch, rows: list[int], policy: TreePolicy) -> PackedTree:
         engine.propose = None
-        tree = draft(batch, engine._rows_that_draft(batch), policy)
+        tree = draft(batch, batch.drafting_rows(), policy)
         engine.propose = propose
         for i, request in enumerate(batch.requests):
             size = int(tree.num_nodes[i]) + 1

@@ -2,7 +2,9 @@
 """The load client: its numbers are those of its definitions, its keys vLLM's, its errors named."""
 
 import json
+import re
 
+import httpx
 import pytest
 
 from tests.bench.suite_tiny import write_suite
@@ -16,7 +18,7 @@ from treespark.errors import UsageError
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    made = ServerProcess(tmp_path_factory.mktemp("load"))
+    made = ServerProcess(tmp_path_factory.mktemp("load"), "--budget", "12")
     try:
         yield made
     finally:
@@ -174,3 +176,26 @@ def test_a_server_adds_cells_to_an_evaluation(server, tmp_path):
     write_suite(tmp_path, methods=methods, datasets=[{"name": "gsm8k", "count": 2}])
     with pytest.raises(UsageError, match=r"dataset gsm8k: .*run was measured on other prompts"):
         run_server_suite(recipe, server.url, "treespark", 3)
+
+
+@pytest.mark.parametrize(
+    ("info", "words"),
+    [
+        ({"tree": {}, "speculation": "auto"}, "the server chooses its budget itself"),
+        (
+            {"tree": {"depth": 5, "branching": 3, "budget": 8}, "speculation": None},
+            "has trees {'depth': 5, 'branching': 3, 'budget': 8}, method treespark",
+        ),
+        ({"tree": None, "speculation": "off"}, "has trees None, method treespark"),
+    ],
+)
+def test_a_server_of_other_trees_is_refused(tmp_path, monkeypatch, info, words):
+    recipe = write_suite(
+        tmp_path,
+        methods=[{"name": "treespark", "drafter": "block"}],
+        datasets=[{"name": "gsm8k", "count": 1}],
+    )
+    run_suite(recipe)
+    monkeypatch.setattr(httpx, "get", lambda *_, **__: httpx.Response(200, json=info))
+    with pytest.raises(UsageError, match=re.escape(words)):
+        run_server_suite(recipe, "http://127.0.0.1:9", "treespark", 2)

@@ -5,6 +5,7 @@ A device reads its weights once a round and then pays for every row; requests ac
 rate per depth. The best fixed budget is known by trying all of them in the same simulation.
 """
 
+import dataclasses
 import random
 
 import pytest
@@ -121,20 +122,62 @@ def test_what_a_device_has_become_is_found_out():
         assert found > 0.93 * max(fixed_speeds(device, 0.7, 1000, 12).values())
 
 
-def test_rounds_that_read_prompts_too_give_no_price_but_show_what_drafts_bring():
-    pricing = BudgetPricing(BUDGETS)
+def test_a_slow_spell_of_one_budget_says_nothing_of_larger_ones():
+    """The price of nothing is stale and high; 3 nodes are the best and stay it."""
+    pricing = BudgetPricing((0, 3, 8))
     for _ in range(5):
-        assert pricing.choose(2, 0) == 0
-        pricing.note(2, 0, 0, None, [[], []])
-    for _ in range(2):
-        pricing.note(2, 0, 0, 1.0, [[], []])
-    # Without a price a tree is tried for all that it might be; none is better at twice the price.
-    assert pricing.choose(2, 0) == 3
-    for _ in range(50):
-        pricing.note(2, 0, 32, None, [[], []])
-    for _ in range(2):
-        pricing.note(2, 0, 3, 2.0, [[], []])
-    assert pricing.choose(2, 0) == 0
+        pricing.note(1, 0, 0, 0.2, [[]])
+        pricing.note(1, 0, 3, 0.03, [[1]])
+        pricing.note(1, 0, 8, 0.04, [[1]])
+    assert pricing.choose(1, 0) == 3
+
+
+def test_old_prices_are_asked_for_again():
+    pricing = BudgetPricing((0, 3))
+    for _ in range(3):
+        pricing.note(1, 0, 0, 1.0, [[]])
+        pricing.note(1, 0, 3, 9.0, [[1, 2]])
+    asked = []
+    for _ in range(1100):
+        asked.append(pricing.choose(1, 0))
+        # It has become cheap.
+        pricing.note(1, 0, asked[-1], 1.1 if asked[-1] else 1.0, [[1, 2]] if asked[-1] else [[]])
+    assert set(asked[:400]) == {0}
+    # And so is the price of nothing, in turn.
+    assert asked[600:].count(0) <= 4
+
+
+def test_evidence_of_many_requests_is_outlived_like_that_of_one():
+    pricing = BudgetPricing((0, 3))
+    for _ in range(1000):
+        pricing.choose(12, 0)
+        pricing.note(12, 0, 3, 1.0, [[]] * 12)
+    for _ in range(3):
+        pricing.note(1, 0, 0, 1.0, [[]])
+        pricing.note(1, 0, 3, 1.2, [[]])
+    rounds = 0
+    while pricing.choose(1, 0) == 0 or rounds < 20:
+        pricing.note(1, 0, 3, 1.2, [[1]])
+        rounds += 1
+        assert rounds < 200
+
+
+def test_what_was_seen_long_ago_is_unknown_again():
+    pricing = BudgetPricing((0, 3))
+    pricing.note(1, 0, 3, 1.0, [[1, 2]])
+    for _ in range(200_000):
+        pricing.choose(1, 0)
+    (gain,) = pricing._gains
+    assert (gain.weight, gain.total, gain.squares) == (0.0, 0.0, 0.0)
+
+
+def test_rounds_without_anyone_who_drafts_teach_and_forget_nothing():
+    pricing = BudgetPricing((0, 3))
+    pricing.note(1, 0, 3, 1.0, [[1, 2]])
+    before = dataclasses.astuple(pricing._gains[0])
+    for _ in range(1000):
+        assert pricing.choose(0, 5) == 0
+    assert dataclasses.astuple(pricing._gains[0]) == before
 
 
 def test_requests_that_cannot_draft_are_not_counted_on():
@@ -145,13 +188,6 @@ def test_requests_that_cannot_draft_are_not_counted_on():
             pricing.note(10, 0, budget, seconds, [[1, 2]] * 10 if budget else [[]] * 10)
     assert pricing.choose(1, 9) == 0
     assert pricing.choose(10, 0) == 3
-
-
-def test_nothing_is_drafted_where_nothing_can_be():
-    pricing = BudgetPricing(BUDGETS)
-    for _ in range(20):
-        assert pricing.choose(0, 4) == 0
-        pricing.note(0, 4, 0, 1.0, [])
 
 
 def test_a_budget_of_nothing_is_the_only_choice():

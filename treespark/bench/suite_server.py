@@ -45,9 +45,10 @@ def run_server_suite(
 ) -> SuiteRun:
     """Measure one method of a recipe on a server, `concurrency` requests at a time; return the run.
 
-    The server has to serve the recipe's target by that method; only its answers can tell. Raises
-    UsageError for a run folder without such a method, other prompts, a server that cannot be
-    reached and requests that fail; finished cells stay.
+    The server has to serve the recipe's target by that method. Where it is one of ours, its trees
+    are compared with the method's; for the rest only its answers can tell. Raises UsageError for a
+    run folder without such a method, other prompts, a server that cannot be reached or has other
+    trees, and requests that fail; finished cells stay.
     """
     recipe = load_suite_recipe(path)
     recipe = recipe.model_copy(update={"out": out or recipe.out, "data": data or recipe.data})
@@ -68,6 +69,7 @@ def run_server_suite(
             for selection in selections:
                 key = CellKey(selection.row.name, method, concurrency, repeat)
                 if key not in writer.finished:
+                    _check_trees(url, setting, method)
                     _measure(key, selection, url, setting.max_tokens, writer)
     return SuiteRun(recipe.out)
 
@@ -82,6 +84,32 @@ def _same_selections(recipe: SuiteRecipe, setting: SuiteSetting) -> list[Selecti
         if before is None or before.subset_sha256 != selection.row.subset_sha256:
             raise UsageError(f"dataset {name}: {recipe.out} was measured on other prompts")
     return selections
+
+
+def _check_trees(url: str, setting: SuiteSetting, name: str) -> None:
+    """Raise UsageError where a server of ours says that its trees are not the method's."""
+    import httpx
+
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/server_info", timeout=10)
+        info = answer.json() if answer.is_success else None
+    except (httpx.HTTPError, ValueError):
+        # Who is no such server, or none, is found out by the first request.
+        return
+    if not isinstance(info, dict) or not {"tree", "speculation"} <= info.keys():
+        return
+    if info["speculation"] == "auto":
+        raise UsageError(
+            f"--url {url}: the server chooses its budget itself; start it with the --budget of "
+            f"method {name}"
+        )
+    row = next(row for row in setting.methods if row.name == name)
+    own = {"depth": row.depth, "branching": row.branching, "budget": row.budget}
+    wanted = own if row.drafter else None
+    if info["tree"] != wanted:
+        raise UsageError(
+            f"--url {url}: the server has trees {info['tree']}, method {name} {wanted}"
+        )
 
 
 def _measure(

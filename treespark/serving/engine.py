@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from treespark.device import synchronize
 from treespark.drafter.growing import Growth
+from treespark.errors import UsageError
 from treespark.serving.accept import Accepted, accept
 from treespark.serving.checks import (
     check_drafter,
@@ -91,6 +93,8 @@ class Engine:
         self.policy = self.control.largest
         self.max_model_len = target.max_context if max_model_len is None else max_model_len
         self.prefill_chunk, self.reuse_prefixes = prefill_chunk, reuse_prefixes
+        if propose is not None and self.control.learns:
+            raise UsageError(f"speculation {speculation}: `propose` cannot follow its choices")
         check_sizes(target, max_num_seqs, self.max_model_len, prefill_chunk)
         check_drafter(target, drafter, self.policy, speculation)
         self.growth = growth or Growth()
@@ -158,17 +162,17 @@ class Engine:
         """Run one round; return the answers that grew, with a finish reason where they ended."""
         self.clock.start()
         self._tap_target()
-        began_s = time.perf_counter()
-        self.scheduler.fill_slots(began_s)
-        reads_prompts = bool(self.scheduler.in_state(RequestState.PREFILL))
+        self.scheduler.fill_slots(time.perf_counter())
         grown = self._prefill()
         self.clock.mark("prefill")
+        began_s = time.perf_counter()
         running = self.scheduler.in_state(RequestState.RUNNING)
         if running:
             batch = self._round_batch(running)
             self.clock.mark("host")
-            rows = self._rows_that_draft(batch)
-            policy = self.control.choose(len(rows), len(running) - len(rows))
+            # One in the drafter's place sees all that draft.
+            rows = batch.drafting_rows(needs_room=self.propose is None)
+            policy = self.control.choose(batch.num_drafting, batch.num_plain)
             tree = self._draft(batch, rows, policy)
             verified = self.target.verify(tree, self.kv, batch.slots, batch.lengths)
             accepted = self._accept(batch.requests, tree, verified.logits)
@@ -180,8 +184,7 @@ class Engine:
             self._keep_rows(running, accepted, tree, verified.features)
             self.clock.mark("commit")
             self.clock.count_round(len(running))
-            took_s = None if reads_prompts else time.perf_counter() - began_s
-            self.control.note([accepted[i] for i in rows], len(running) - len(rows), took_s)
+            self.control.note(batch, rows, accepted, time.perf_counter() - began_s)
         outputs = self._emit(grown + running)
         self.clock.mark("host")
         return outputs
@@ -218,6 +221,9 @@ class Engine:
         if not held:
             return []
         output = self.target.forward_rows(segments, self.kv)
+        if self.control.learns:
+            # The round behind it is timed, and should not wait for the prompts.
+            synchronize(self.target.device)
         counts = [len(segment.token_ids) for segment in segments]
         # Every chunk feeds the drafter, not only the last: its context is the whole prompt.
         keep = self._drafting(held)
@@ -285,12 +291,6 @@ class Engine:
         )
 
     # ------------------------------------------------------------------ draft, expand, pack
-
-    def _rows_that_draft(self, batch: RoundBatch) -> list[int]:
-        """Return which requests can use a draft; one in the drafter's place sees all that draft."""
-        reasons, depths = batch.plain_reasons, batch.max_depths
-        rows = [i for i, reason in enumerate(reasons) if reason is None]
-        return rows if self.propose is not None else [i for i in rows if depths[i] > 0]
 
     def _draft(self, batch: RoundBatch, rows: list[int], policy: TreePolicy) -> PackedTree:
         """Return one tree per request, only the root where it is not one of `rows`."""

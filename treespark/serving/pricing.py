@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# What was seen two hundred rounds ago counts for a third: requests differ, so do their drafts.
-_MEMORY = 0.995
+# What was seen two hundred rounds ago counts for a third: requests differ, so do their drafts. Many
+# requests at a time show as much in one round, but what they showed is not to be believed longer.
+_MEMORY, _MOST_SEEN = 0.995, 200
 # Prices: the middle one of the last few, as a machine that is shared has slow moments.
 _KEPT_PRICES = 5
-# A price that is older, in rounds of its load, is asked for again.
-_OLDEST_PRICE = 1000
+# A price that is older, in rounds of its load, is asked for again: the one in use is always new.
+_OLDEST_PRICE = 500
 # Standard deviation of what a round brings, by the smallest tree and by each larger one beside it,
 # held for as likely as that of so many rounds seen.
 _UNSEEN_FIRST, _UNSEEN_MORE, _UNSEEN_WEIGHT = 0.8, 0.5, 4
@@ -42,15 +43,19 @@ class _Gain:
     total: float = 0.0
     squares: float = 0.0
 
-    def forget(self) -> None:
-        self.weight *= _MEMORY
-        self.total *= _MEMORY
-        self.squares *= _MEMORY
-
     def add(self, tokens: int) -> None:
         self.weight += 1
         self.total += tokens
         self.squares += tokens * tokens
+
+    def forget(self) -> None:
+        """Let a round pass."""
+        kept = min(_MEMORY, _MOST_SEEN / self.weight if self.weight else 1.0)
+        # Below that nothing is known, and the smallest numbers no longer shrink.
+        kept = kept if self.weight * kept > 1e-6 else 0.0
+        self.weight *= kept
+        self.total *= kept
+        self.squares *= kept
 
     def bound(self) -> float:
         """What it may well be: more than the mean, the less has been seen the more."""
@@ -74,7 +79,8 @@ class BudgetPricing:
 
     A budget without a price costs at least what the next smaller one does. Where one could be best
     at that, the smallest without a price is tried first, and what is dearer may never be. All
-    numbers come from `note`: equal notes give equal choices.
+    numbers come from `note`: equal notes give equal choices. num_plain, in both methods: requests
+    of the round that draft in none.
     """
 
     budgets: Sequence[int]
@@ -89,7 +95,9 @@ class BudgetPricing:
         ]
 
     def choose(self, num_drafting: int, num_plain: int) -> int:
-        """Return the budget of the next round of so many requests; `num_plain` cannot draft."""
+        """Return the budget of the next round of so many requests."""
+        if num_drafting == 0:
+            return 0
         load = self._load(num_drafting, num_plain)
         for gain in self._gains:
             gain.forget()
@@ -97,7 +105,7 @@ class BudgetPricing:
         tokens, lowest, best, best_speed = float(num_drafting + num_plain), 0.0, 0, -1.0
         for i, price in enumerate(prices):
             tokens += num_drafting * self._gains[i - 1].bound() if i else 0
-            lowest = max(lowest, price)
+            lowest = price or lowest
             speed = tokens / lowest if lowest else math.inf
             if speed > best_speed:
                 best, best_speed = i, speed
@@ -109,19 +117,18 @@ class BudgetPricing:
         num_drafting: int,
         num_plain: int,
         budget: int,
-        seconds: float | None,
+        seconds: float,
         ranks: Sequence[Sequence[int]],
     ) -> None:
-        """Learn from a round.
+        """Learn from a round that was chosen.
 
-        seconds: what it took; None where something else took part of it.  ranks: of each drafting
-        request its accepted nodes' places among the nodes of its tree, 1 for the best.
+        seconds: what it took.  ranks: of each request that got a tree the places of its accepted
+        nodes among the tree's nodes, 1 for the best.
         """
         load = self._load(num_drafting, num_plain)
         load.num_rounds += 1
         index = self.budgets.index(budget)
-        if seconds is not None:
-            load.prices[index].append((load.num_rounds, seconds))
+        load.prices[index].append((load.num_rounds, seconds))
         for accepted in ranks:
             counts = [0] * len(self.budgets)
             for rank in accepted:

@@ -34,8 +34,8 @@ class RequestRecord:
     num_output_tokens = num_prefill_tokens + sum of the rounds' num_committed, at every moment:
     the token that prefill yields is output but belongs to no round.
     plain_decoding: why rounds had no drafts although others may have: "sampling", "off" (no
-    drafter, or a budget of 0) or "drafter_context" (from some token on, the drafter's context being
-    shorter than the target's); None while the request drafts.
+    drafter, or a fixed budget of 0) or "drafter_context" (from some token on, the drafter's context
+    being shorter than the target's); None while the request drafts.
     """
 
     num_prompt_tokens: int

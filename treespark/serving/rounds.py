@@ -32,6 +32,21 @@ class RoundBatch:
     max_depths: list[int]
     plain_reasons: list[str | None]
 
+    @property
+    def num_drafting(self) -> int:
+        """Requests without a reason to decode plainly, whatever room their outputs have left."""
+        return self.plain_reasons.count(None)
+
+    @property
+    def num_plain(self) -> int:
+        """The others."""
+        return len(self.plain_reasons) - self.num_drafting
+
+    def drafting_rows(self, *, needs_room: bool = True) -> list[int]:
+        """Return which requests draft; with `needs_room` those whose outputs have room for it."""
+        pairs = enumerate(zip(self.plain_reasons, self.max_depths, strict=True))
+        return [i for i, (why, depth) in pairs if why is None and (depth > 0 or not needs_room)]
+
     def select(self, rows: list[int]) -> RoundBatch:
         """Return the batch of these rows only, which ascend."""
         if len(rows) == len(self.requests):

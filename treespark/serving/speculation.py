@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from treespark.drafter.auto import Drafter
     from treespark.serving.accept import Accepted
+    from treespark.serving.rounds import RoundBatch
     from treespark.serving.scheduler import Request
 
 AUTO = "auto"
@@ -40,7 +41,7 @@ class SpeculationControl:
         if mode is not None and mode not in MODES:
             raise UsageError(f"--speculation {mode}: allowed: {', '.join(MODES)}")
         self.mode = mode
-        self._policy = shape if mode in (None, AUTO) else policy_of(mode, shape)
+        self._policy = shape if mode is None else policy_of(mode, shape)
         self._block_size, self._context = 0, sys.maxsize
         if drafter is not None:
             self._block_size = drafter.config.block_size
@@ -68,9 +69,10 @@ class SpeculationControl:
         return self._pricing is not None
 
     def choose(self, num_drafting: int, num_plain: int) -> TreePolicy:
-        """Return the policy of a round in which so many may draft; budget 0 drafts nothing.
+        """Return the policy of a round of so many requests; budget 0 drafts nothing.
 
-        num_plain: requests of the round that cannot. Load and what rounds took and brought are all
+        num_drafting: those without a `plain_reason`, also where the end of the output leaves no
+        room for a draft.  num_plain: the others.  Load and what rounds took and brought are all
         that a choice depends on: it is one for all requests of a round, and greedy output is the
         same whatever is chosen.
         """
@@ -79,15 +81,20 @@ class SpeculationControl:
         self._budget = self._pricing.choose(num_drafting, num_plain)
         return dataclasses.replace(self._policy, budget=self._budget)
 
-    def note(self, accepted: Sequence[Accepted], num_plain: int, seconds: float | None) -> None:
-        """Learn from a round that was chosen, if that is what this control does.
+    def note(
+        self, batch: RoundBatch, rows: Sequence[int], accepted: Sequence[Accepted], seconds: float
+    ) -> None:
+        """Learn from a round that was chosen and committed, if that is what this control does.
 
-        accepted: of the requests that might draft.  seconds: what the round took, None where
-        something else took part of it.
+        rows: which requests could use a draft.  accepted: of all.  seconds: what the round took,
+        the reading of prompts not counted.
         """
-        if self._pricing is not None:
-            ranks = [path.ranks for path in accepted]
-            self._pricing.note(len(accepted), num_plain, self._budget, seconds, ranks)
+        if self._pricing is None or not rows:
+            return
+        # What stands behind a stop was accepted in vain.
+        kept = [batch.requests[i].record.rounds[-1].num_accepted for i in rows]
+        ranks = [accepted[i].ranks[:n] for i, n in zip(rows, kept, strict=True)]
+        self._pricing.note(batch.num_drafting, batch.num_plain, self._budget, seconds, ranks)
 
     def plain_reason(self, request: Request) -> str | None:
         """Return why a request decodes without drafts from here on, None if it drafts.
@@ -104,7 +111,11 @@ class SpeculationControl:
 
 
 def policy_of(mode: str, shape: TreePolicy) -> TreePolicy:
-    """Return the policy of a fixed mode for trees of this depth and branching."""
+    """Return the largest trees of a mode, of this depth and branching."""
+    if mode == AUTO:
+        # Budgets that no tree can fill would be tried one after the other.
+        capacity = shape.branching * (1 + shape.frontier_width * (shape.depth - 1))
+        return dataclasses.replace(shape, budget=min(shape.budget, capacity))
     if mode == "off":
         return dataclasses.replace(shape, budget=0)
     if mode == "chain":
