@@ -189,6 +189,16 @@ def test_report_survives_a_device_that_cannot_be_used(monkeypatch):
     assert device["error"].startswith("TREESPARK_DEVICE=tpu")
 
 
+def test_report_names_the_processor(monkeypatch, tmp_path):
+    facts = devices.report()
+    assert facts["processor"]
+    assert facts["cores"] == os.cpu_count()
+    # Where there is no such file, as on other systems.
+    monkeypatch.setattr(devices, "Path", lambda name: tmp_path / "absent")
+    monkeypatch.setattr(devices.platform, "processor", lambda: "arm")
+    assert devices.report()["processor"] == "arm"
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

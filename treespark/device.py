@@ -19,6 +19,7 @@ import platform
 import random
 import resource
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -350,6 +351,8 @@ def report() -> dict[str, Any]:
         "treespark": treespark.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
         "packages": {package: _version(package) for package in _REPORTED_PACKAGES},
         "threads": torch.get_num_threads(),
         "device": {
@@ -365,6 +368,16 @@ def report() -> dict[str, Any]:
         },
         "operators": npu_ops.status(),
     }
+
+
+def _processor() -> str | None:
+    """The processor's name; measured times are this one's."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or None
 
 
 def _version(package: str) -> str | None:

@@ -154,14 +154,22 @@ def test_setting_names_folders_without_the_way_to_them(tmp_path):
 def test_json_has_no_absolute_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path, recipe = str(tmp_path / "models" / "Qwen3-4B"), {"out": "/elsewhere/run", "seed": 1}
-    folder = one_cell_run(tmp_path / "run", target={"path": path}, recipe=recipe)
+    own = dataclasses.replace(A, source=str(tmp_path / "sets" / "a.jsonl"))
+    command = ["treespark", "bench", "suite", f"--out={tmp_path}/run", "--data", str(tmp_path)]
+    run = RunWriter(
+        setting([own], ["dspark"], target={"path": path}, recipe=recipe, command=command)
+    )
+    timed_cell(run, ("a", "dspark", 1, 0), 10)
+    folder = run.write(tmp_path / "run")
     write_suite_report([folder], tmp_path / "out")
     text = (tmp_path / "out" / "report.json").read_text()
     (study,) = json.loads(text)["studies"]
     assert study["runs"] == ["run"]
     assert study["setting"]["target"]["path"] == "models/Qwen3-4B"
+    assert study["setting"]["command"][3:] == ["--out=run", "--data", "."]
     assert study["setting"]["recipe"] == {"out": os.path.relpath("/elsewhere/run"), "seed": 1}
-    assert str(tmp_path) not in text
+    for path in (tmp_path / "out").rglob("*.*"):
+        assert str(tmp_path).encode() not in path.read_bytes(), path
 
 
 def test_figures_of_the_report_before_are_replaced_and_no_other_file(tmp_path):

@@ -170,6 +170,12 @@ def test_runs_of_one_target_make_one_study_and_others_their_own(tmp_path):
         ({"max_tokens": 64}, "2: max_tokens 64, but 128 in .*1$"),
         ({"dtype": "bfloat16"}, "2: dtype bfloat16, but float32 in .*1$"),
         ({"device": "elsewhere"}, "2: device elsewhere, but cpu in .*1$"),
+        ({"threads": 1}, "2: threads 1, but 2 in .*1$"),
+        ({"versions": {"packages": {"torch": "2.9.0"}}}, "2: torch 2.9.0, but 2.13.0 in .*1$"),
+        (
+            {"drafters": {"treespark": {"path": "drafters/treespark", "fingerprint": "e" * 64}}},
+            "2: drafter treespark is not the one of .*1$",
+        ),
         ({}, r"2: \('a', 'dspark', 1, 0\) is also in .*1$"),
     ],
 )
@@ -185,6 +191,25 @@ def test_another_subset_of_a_set_is_refused(tmp_path):
     timed_cell(run, ("a", "treespark", 1, 0), 10)
     with pytest.raises(UsageError, match=r"2: dataset a is not the one of .*1$"):
         read_studies([one_cell_run(tmp_path / "1"), run.write(tmp_path / "2")])
+
+
+def test_equal_subsets_from_another_place_belong_together(tmp_path):
+    other = dataclasses.replace(A, source="/elsewhere/a.jsonl")
+    run = RunWriter(setting([other], ["treespark"]))
+    timed_cell(run, ("a", "treespark", 1, 0), 10)
+    first = RunWriter(setting([A], ["dspark"]))
+    timed_cell(first, ("a", "dspark", 1, 0), 10)
+    (study,) = read_studies([first.write(tmp_path / "1"), run.write(tmp_path / "2")])
+    assert len(study.datasets) == 1
+
+
+def test_cells_that_another_run_has_are_not_missing(tmp_path):
+    runs = [RunWriter(setting([A, B], ["dspark"])) for _ in range(2)]
+    for run, name in zip(runs, "ab", strict=True):
+        timed_cell(run, (name, "dspark", 1, 0), 10)
+    folders = [run.write(tmp_path / str(i)) for i, run in enumerate(runs)]
+    assert read_studies(folders)[0].num_missing == 0
+    assert read_studies(folders[:1])[0].num_missing == 1
 
 
 def test_a_run_without_a_finished_cell_is_refused(tmp_path):

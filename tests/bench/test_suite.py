@@ -244,6 +244,37 @@ def test_a_run_folder_of_another_setting_is_refused(tmp_path_factory, changes, m
     assert (folder / "run" / SETTING).read_bytes() == setting
 
 
+def _changed_setting(folder, change):
+    path = folder / "run" / SETTING
+    setting = json.loads(path.read_text())
+    change(setting)
+    path.write_text(json.dumps(setting))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s["versions"]["packages"].update(torch="2.9.0"), r"torch 2\.9\.0, this is 2"),
+        (lambda s: s["versions"].update(processor="another"), r"processor another, this is "),
+    ],
+)
+def test_a_run_goes_on_where_it_began_or_not_at_all(tmp_path, change, message):
+    recipe = write_suite(tmp_path, methods=METHODS[:1])
+    run_suite(recipe)
+    _changed_setting(tmp_path, change)
+    with pytest.raises(UsageError, match=f"measured with {message}"):
+        run_suite(recipe)
+
+
+def test_a_run_goes_on_with_its_prompts_from_another_place(tmp_path):
+    recipe = write_suite(tmp_path, methods=METHODS[:1])
+    cells = run_suite(recipe).cells
+    _changed_setting(tmp_path, lambda s: s["datasets"][0].update(source="/elsewhere/gsm8k.jsonl"))
+    # As of a version that did not write it.
+    _changed_setting(tmp_path, lambda s: s["versions"].pop("processor"))
+    assert run_suite(recipe).cells == cells
+
+
 def _contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 

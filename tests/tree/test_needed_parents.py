@@ -76,9 +76,12 @@ def _cases(draw):
 @given(case=_cases(), data=st.data())
 def test_the_packed_trees_are_those_of_the_whole_pool(case, data):
     policy, base, bias, anchors, poison, limits = case
+    stop = data.draw(st.sampled_from(AXES["stop"]))
+    thresholds = st.sampled_from([1e-6, 0.02, 0.15, 0.6]) if stop == THRESHOLD else st.none()
     builder = TreeBuilder(
         priority=data.draw(st.sampled_from(AXES["priority"])),
-        stop=data.draw(st.sampled_from([s for s in AXES["stop"] if s != THRESHOLD])),
+        stop=stop,
+        threshold=data.draw(thresholds),
     )
     assert builder.proposal == CONDITIONED
     everyone, needed = Asked(base, bias, poison), Asked(base, bias, poison)
@@ -96,12 +99,15 @@ def test_a_threshold_keeps_the_same_nodes():
     base, bias, anchors = random_tables(5, 3, 5, 9, num_values=0, dtype=torch.float32)
     builder = TreeBuilder(stop=THRESHOLD, threshold=0.05)
     policy, limits = TreePolicy(depth=5, branching=3, budget=8), torch.tensor([5, 3, 5])
+    everyone, needed = Asked(base, bias), Asked(base, bias)
     trees = [
-        builder.pack(builder.expand(Asked(base, bias), anchors, policy, depths), policy, limits)
-        for depths in (None, limits)
+        builder.pack(builder.expand(asked, anchors, policy, depths), policy, limits)
+        for asked, depths in ((everyone, None), (needed, limits))
     ]
     assert torch.equal(trees[0].tokens, trees[1].tokens)
     assert 0 < trees[0].num_nodes.sum() < 24
+    # Anchors, and nodes above the threshold at most: all of them are in the tree.
+    assert needed.num_asked <= 3 + trees[0].num_nodes.sum() < everyone.num_asked
 
 
 def test_only_nodes_better_than_the_last_of_the_tree_are_asked():

@@ -227,6 +227,11 @@ def _differences(new: SuiteSetting, old: SuiteSetting) -> Iterator[str]:
     for name in ("max_tokens", "seed", "dtype", "device", "threads"):
         if getattr(new, name) != getattr(old, name):
             yield f"{name} {getattr(old, name)}, the recipe has {getattr(new, name)}"
+    for name, ours in new.machine.items():
+        theirs = old.machine[name]
+        # Older runs do not say.
+        if theirs is not None and theirs != ours:
+            yield f"{name} {theirs}, this is {ours}"
     if new.target["fingerprint"] != old.target.get("fingerprint"):
         yield f"another target, {old.target.get('path')}"
     for name, facts in old.drafters.items():
@@ -235,13 +240,13 @@ def _differences(new: SuiteSetting, old: SuiteSetting) -> Iterator[str]:
         elif new.drafters[name]["fingerprint"] != facts.get("fingerprint"):
             yield f"another drafter {name}, {facts.get('path')}"
     for kind in ("datasets", "methods"):
-        new_rows = {row.name: asdict(row) for row in getattr(new, kind)}
+        new_rows = {row.name: asdict(row.content) for row in getattr(new, kind)}
         for row in getattr(old, kind):
             what = f"{kind.removesuffix('s')} {row.name}"
             if row.name not in new_rows:
                 yield f"{what}, which the recipe lacks"
                 continue
-            for field, value in asdict(row).items():
+            for field, value in asdict(row.content).items():
                 if value != new_rows[row.name][field]:
                     yield f"{what} with {field} {value}, the recipe has {new_rows[row.name][field]}"
 

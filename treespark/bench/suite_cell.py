@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from treespark.bench.workload import Prompt
     from treespark.target.model import TargetModel
 
-_WARMUP_TOKENS = 16
+# Few: every cell of a suite begins so, and prompts are long.
+_WARMUP_PROMPTS, _WARMUP_TOKENS = 2, 16
 
 
 def cell_engine(
@@ -60,7 +61,8 @@ class CellRun:
 
     def warm_up(self, prompts: Sequence[Prompt]) -> None:
         """Decode a few tokens of the shortest prompts, which nothing counts."""
-        some = sorted(prompts, key=lambda prompt: len(prompt.token_ids))[: self.key.concurrency]
+        number = min(self.key.concurrency, _WARMUP_PROMPTS)
+        some = sorted(prompts, key=lambda prompt: len(prompt.token_ids))[:number]
         self._loop(some, min(_WARMUP_TOKENS, self._max_tokens), lambda _: True)
         self.engine.clock.reset()
         self._step_s = 0.0

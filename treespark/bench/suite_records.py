@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from treespark.bench.typed_rows import check_types, row_of
@@ -193,6 +193,11 @@ class DatasetRow:
     subset_sha256: str
     num_too_long: int = 0
 
+    @property
+    def content(self) -> DatasetRow:
+        """The row without its source: equal where equal prompts were measured."""
+        return replace(self, source="")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodRow:
@@ -218,6 +223,11 @@ class MethodRow:
     frontier: int | None = None
     layout: str | None = None
     options: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def content(self) -> MethodRow:
+        """The row, which has nothing that a measurement would not depend on."""
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +257,12 @@ class SuiteSetting:
     baseline: str | None = None
     control: str | None = None
     load_average: list[float] = field(default_factory=list)
+
+    @property
+    def machine(self) -> dict[str, str | None]:
+        """What times depend on beside the device, by name; None where the run does not say."""
+        packages = self.versions.get("packages", {})
+        return {"torch": packages.get("torch"), "processor": self.versions.get("processor")}
 
 
 # ---------------------------------------------------------------------- reading

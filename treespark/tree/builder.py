@@ -114,12 +114,18 @@ class TreeBuilder:
         """
         if self.priority == SURVIVAL:
             node_children = surviving_children(node_children, self.alpha, self.beta)
-        return expand_children(node_children, anchors, self.shape(policy), packed_depths)
+        return expand_children(
+            node_children, anchors, self.shape(policy), packed_depths, self.min_score
+        )
 
     def pack(self, pool: CandidatePool, policy: TreePolicy, max_depths: Tensor) -> PackedTree:
         """Return the trees that are kept of the candidates; max_depths: see `policy.pack`."""
-        min_score = None if self.threshold is None else math.log(self.threshold)
-        return pack(pool, policy.budget, max_depths, min_score)
+        return pack(pool, policy.budget, max_depths, self.min_score)
+
+    @property
+    def min_score(self) -> float | None:
+        """The lowest score of a packed node; None without a threshold."""
+        return None if self.threshold is None else math.log(self.threshold)
 
 
 def marginal_children(logits: Tensor) -> NodeChildren:

@@ -140,6 +140,7 @@ def expand_children(
     anchors: Tensor,
     policy: TreePolicy,
     packed_depths: Tensor | None = None,
+    min_score: float | None = None,
 ) -> CandidatePool:
     """Propose candidates depth by depth: the best children of the frontier, which moves on to them.
 
@@ -149,9 +150,9 @@ def expand_children(
     dtype of the children's, float32 or float64.
 
     packed_depths: [R] int, the `max_depths` with which the pool will be packed to the policy's
-    budget. Parents that cannot have a child in that tree are then not asked, and columns or depths
-    without any needed parent are left out: the same trees for less work. It waits for the device at
-    every depth, so it is for devices where that is free.
+    budget and to `min_score`. Parents that cannot have a child in that tree are then not asked, and
+    columns or depths without any needed parent are left out: the same trees for less work. It waits
+    for the device at every depth, so it is for devices where that is free.
 
     No gradient is recorded, the result is a discrete choice.  Nothing raises, as that would wait
     for the device.
@@ -178,6 +179,8 @@ def expand_children(
             frontier_scores, rank = ordered_topk(scores[-1], policy.frontier_width)
             if packed_depths is not None:
                 needed = _needed(frontier_scores, scores, policy.budget, packed_depths > depth)
+                if min_score is not None:
+                    needed = needed & (frontier_scores >= min_score)
                 # The best come first, so of each request the needed ones do.
                 width = int(needed.any(0).sum())
                 if width == 0:

@@ -31,6 +31,9 @@ PALETTE = (
     "#c75ba0",
     "#7fa928",
     "#a3714a",
+    "#5a6fd6",
+    "#b8574f",
+    "#4f9d4c",
 )
 INK = "#24292f"
 _GROUND = "#fefefe"

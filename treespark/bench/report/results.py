@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from treespark.bench.suite_records import CellRow, RequestRow, RoundRow
 
 ByDataset = Mapping[str, float]
+GainRule = Callable[[ByDataset, ByDataset], float]
 
 
 @dataclass
@@ -34,10 +35,11 @@ class CellSums:
     decode_s: seconds behind the first token, of all requests.  request_speeds: the requests' own
     tokens per second, those of fewer than two tokens left out.  accepted, proposed: rounds by
     accepted draft tokens and by depth of the deepest proposed node.  answers: prompt id -> hash of
-    the output ids.
+    the output ids.  prompts: prompt id -> the same sums of that prompt alone.
     """
 
     row: CellRow
+    num_output: int = 0
     decode_s: float = 0.0
     request_speeds: list[float] = field(default_factory=list)
     num_rounds: int = 0
@@ -47,9 +49,15 @@ class CellSums:
     proposed: Counter[int] = field(default_factory=Counter)
     committed: Counter[int] = field(default_factory=Counter)
     answers: dict[str, str] = field(default_factory=dict)
+    prompts: dict[str, CellSums] = field(default_factory=dict)
+
+    def of_prompt(self, name: str) -> CellSums:
+        """Return the sums of one prompt, which begin at zero."""
+        return self.prompts.setdefault(name, CellSums(self.row))
 
     def add_request(self, row: RequestRow) -> None:
         """Count one request."""
+        self.num_output += row.num_output_tokens
         self.decode_s += row.finished_s - row.first_token_s
         self.answers[row.prompt_id] = row.ids_sha256
         seconds = tpot_s(row)
@@ -113,7 +121,7 @@ SINGLE = Metric(
     "tokens / s",
     1,
     False,
-    lambda cell: cell.row.num_output_tokens,
+    lambda cell: cell.num_output,
     lambda cell: cell.decode_s,
 )
 """Output tokens of one request at a time / accumulated time behind the first tokens."""
@@ -175,9 +183,13 @@ class Results:
         for run in study.runs:
             self.cells |= {cell.key: CellSums(cell) for cell in run.cells}
             for request in run.requests():
-                self.cells[request.key].add_request(request)
+                cell = self.cells[request.key]
+                cell.add_request(request)
+                cell.of_prompt(request.prompt_id).add_request(request)
             for round_ in run.rounds():
-                self.cells[round_.key].add_round(round_)
+                cell = self.cells[round_.key]
+                cell.add_round(round_)
+                cell.of_prompt(round_.prompt_id).add_round(round_)
 
     def repeats(self, dataset: str, method: str, concurrency: int) -> dict[int, CellSums]:
         """Return the measured repeats of one dataset by their number."""
@@ -206,13 +218,14 @@ class Results:
     def gain(
         self, metric: Metric, datasets: Sequence[str], method: str, base: str, concurrency: int
     ) -> Value | None:
-        """Return method's gain over base; None unless both were measured on all datasets.
-
-        Between two trees, and in acceptance, the ratio of means; else the mean of gains.
-        """
-        trees = {row.name for row in self.study.trees}
-        rule = ratio_of_means if metric.is_pooled or {method, base} <= trees else mean_of_gains
+        """Return method's gain over base; None unless both were measured on all datasets."""
+        rule = self.gain_rule(metric, method, base)
         return self._over(rule, metric, datasets, (method, base), concurrency)
+
+    def gain_rule(self, metric: Metric, method: str, base: str) -> GainRule:
+        """Return the ratio of means between two trees and in acceptance, else the mean of gains."""
+        trees = {row.name for row in self.study.trees}
+        return ratio_of_means if metric.is_pooled or {method, base} <= trees else mean_of_gains
 
     def _over(
         self,

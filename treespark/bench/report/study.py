@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from treespark.bench.suite_records import SuiteRun
+from treespark.bench.suite_records import CellKey, SuiteRun
 from treespark.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # The method whose gains the paper is about, by its name in treespark/bench/suite_methods.py.
 TREESPARK = "treespark"
 # What the runs of one study must have in common, for their numbers to stand in one table.
-_COMMON = ("max_tokens", "dtype", "device", "seed", "baseline", "control")
+_COMMON = ("max_tokens", "dtype", "device", "threads", "seed", "baseline", "control")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Study:
     @property
     def num_missing(self) -> int:
         """Cells that the settings ask for and no run has finished."""
-        missing = 0
+        wanted: set[CellKey] = set()
         for run in self.runs:
             own = run.setting
             measured = {(key.method, key.concurrency) for key in run.finished}
@@ -74,8 +74,13 @@ class Study:
                 for concurrency in own.concurrencies
                 if concurrency in asked or (method.name, concurrency) in measured
             ]
-            missing += len(own.datasets) * len(pairs) * own.repeats - len(run.finished)
-        return missing
+            wanted |= {
+                CellKey(dataset.name, *pair, repeat)
+                for dataset in own.datasets
+                for pair in pairs
+                for repeat in range(own.repeats)
+            }
+        return len(wanted.difference(*(run.finished for run in self.runs)))
 
     def method(self, name: str | None) -> MethodRow | None:
         """Return the method of that name; None if there is none."""
@@ -136,10 +141,18 @@ def _check_pair(first: SuiteRun, other: SuiteRun) -> None:
         ours, theirs = getattr(other.setting, name), getattr(first.setting, name)
         if ours != theirs:
             raise UsageError(f"{other.folder}: {name} {ours}, but {theirs} in {first.folder}")
+    for name, ours in other.setting.machine.items():
+        theirs = first.setting.machine[name]
+        if ours != theirs:
+            raise UsageError(f"{other.folder}: {name} {ours}, but {theirs} in {first.folder}")
+    for name, facts in other.setting.drafters.items():
+        known_facts = first.setting.drafters.get(name, facts)
+        if known_facts.get("fingerprint") != facts.get("fingerprint"):
+            raise UsageError(f"{other.folder}: drafter {name} is not the one of {first.folder}")
     for kind in ("datasets", "methods"):
-        known = {row.name: row for row in getattr(first.setting, kind)}
+        known = {row.name: row.content for row in getattr(first.setting, kind)}
         for row in getattr(other.setting, kind):
-            if known.get(row.name, row) != row:
+            if known.get(row.name, row.content) != row.content:
                 raise UsageError(
                     f"{other.folder}: {kind[:-1]} {row.name} is not the one of {first.folder}"
                 )

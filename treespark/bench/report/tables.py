@@ -124,10 +124,15 @@ def _caption(results: Results, metric: Metric, datasets: Sequence[DatasetRow]) -
     rule = (
         "Sums over all rounds of a set; gains are ratios of means."
         if metric.is_pooled
-        else f"Mean of {results.study.repeats} repeats (lowest..highest). Over the baseline a gain "
-        "is the mean of the sets' gains, between trees the ratio of means."
+        else f"{_repeats(results)} Over the baseline a gain is the mean of the sets' gains, "
+        "between trees the ratio of means."
     )
     return f"{metric.unit.capitalize()}; {prompts} a set, unweighted mean. {rule}"
+
+
+def _repeats(results: Results) -> str:
+    number = results.study.repeats
+    return "One run." if number == 1 else f"Mean of {number} repeats (lowest..highest)."
 
 
 # ---------------------------------------------------------------------- the paper's numbers

@@ -30,7 +30,8 @@ EXPLANATIONS = {
     NOT_IN_TOP_K: "Not in top-k: the drafter did not see it among the best children of its parent.",
     PRUNED: "Pruned from the frontier: its parent was kept, but was not among the nodes that the "
     "drafter expanded.",
-    CUT: "Cut by the budget: it was proposed here, and better nodes filled the tree.",
+    CUT: "Cut by the budget: it was proposed here, and the tree had no room for it, or it stood "
+    "below the method's threshold.",
     WRONG_PARENT: "Wrong parent: the tree has this token at this depth, but behind other tokens.",
     DEPTH_LIMIT: "Depth limit: the whole path was right, and trees go no deeper.",
 }
@@ -42,8 +43,9 @@ _SCORE_DIGITS = 3
 
 def study_traces(study: Study) -> Traces:
     """Return all complete traces of a study, each as its rounds in order."""
-    traces = [trace for run in study.runs for trace in run.traces()]
-    return [sorted(trace, key=lambda row: row.round) for trace in traces]
+    # Runs that share prompts have traced them twice.
+    traces = {trace[0].key: trace for run in study.runs for trace in run.traces()}
+    return [sorted(trace, key=lambda row: row.round) for trace in traces.values()]
 
 
 def reasons_table(study: Study, traces: Traces) -> Table | None:

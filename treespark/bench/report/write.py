@@ -222,8 +222,9 @@ def tiles(results: Results) -> list[tuple[str, str]]:
 def facts(study: Study) -> list[tuple[str, str]]:
     """Return the setting as (name, value)."""
     setting, command = study.setting, study.setting.command
+    rest = command[1:]
     shown = [
-        ("command", " ".join([*(Path(word).name for word in command[:1]), *command[1:]])),
+        ("command", " ".join([*(Path(word).name for word in command[:1]), *map(_portable, rest)])),
         ("time", setting.time),
         ("target", _described(setting.target)),
         *((f"drafter {name}", _described(drafter)) for name, drafter in setting.drafters.items()),
@@ -235,7 +236,7 @@ def facts(study: Study) -> list[tuple[str, str]]:
     for d in study.datasets:
         drawn = f"{d.subset_size} of {d.pool_size} prompts, subset {d.subset_sha256[:16]}"
         left_out = f", {d.num_too_long} left out as too long" if d.num_too_long else ""
-        shown.append((f"set {d.title}", f"{drawn}{left_out}, {d.source}"))
+        shown.append((f"set {d.title}", f"{drawn}{left_out}, {_name(d.source)}"))
     for m in study.methods:
         axes = [a for a in (m.proposal, m.priority, m.stop) if a]
         sizes = f"depth {m.depth}, branching {m.branching}, budget {m.budget}" if m.depth else ""
@@ -247,6 +248,11 @@ def facts(study: Study) -> list[tuple[str, str]]:
         began = ", ".join(f"{load:.2f}" for load in setting.load_average)
         shown.append(("load average", f"{began} at the start; at most {busy:.2f} later"))
     return shown
+
+
+def _name(source: str) -> str:
+    """A file without the way to it; a hub's names stay whole."""
+    return Path(source).name if Path(source).is_absolute() else source
 
 
 def _described(values: dict[str, Any]) -> str:
@@ -321,8 +327,10 @@ def _portable(value: Any) -> Any:
         return {key: _portable(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_portable(item) for item in value]
-    is_path = isinstance(value, str) and Path(value).is_absolute()
-    return os.path.relpath(value) if is_path else value
+    if not isinstance(value, str):
+        return value
+    option, is_option, path = value.rpartition("=") if value.startswith("-") else ("", "", value)
+    return option + is_option + (os.path.relpath(path) if Path(path).is_absolute() else path)
 
 
 def _as_json(chapter: Chapter) -> dict[str, Any]:
