@@ -167,7 +167,6 @@ def expand_children(
     frontier_scores = torch.zeros_like(frontier_tokens, dtype=torch.float32)
     frontier = torch.full_like(frontier_tokens, NO_PARENT)
     needed: Tensor | None = None
-    num_created = 0
     for depth in range(1, policy.depth + 1):
         child_tokens, log_probs, _ = node_children(depth, frontier_tokens, policy.branching, needed)
         frontiers.append(frontier)
@@ -178,9 +177,8 @@ def expand_children(
         if depth < policy.depth:
             frontier_scores, rank = ordered_topk(scores[-1], policy.frontier_width)
             if packed_depths is not None:
-                needed = _needed(frontier_scores, scores, policy.budget, packed_depths > depth)
-                if min_score is not None:
-                    needed = needed & (frontier_scores >= min_score)
+                grows = packed_depths > depth
+                needed = _needed(frontier_scores, scores, policy.budget, grows, min_score)
                 # The best come first, so of each request the needed ones do.
                 width = int(needed.any(0).sum())
                 if width == 0:
@@ -188,8 +186,7 @@ def expand_children(
                 frontier_scores, rank = frontier_scores[:, :width], rank[:, :width]
                 needed = needed[:, :width]
             frontier_tokens = tokens[-1].gather(1, rank)
-            frontier = rank + num_created
-            num_created += tokens[-1].shape[1]
+            frontier = rank + sum(part.shape[1] for part in tokens[:-1])
     return CandidatePool(
         tokens=torch.cat(tokens, 1),
         parents=torch.cat(parents, 1),
@@ -200,15 +197,23 @@ def expand_children(
     )
 
 
-def _needed(frontier_scores: Tensor, scores: list[Tensor], budget: int, grows: Tensor) -> Tensor:
+def _needed(
+    frontier_scores: Tensor,
+    scores: list[Tensor],
+    budget: int,
+    grows: Tensor,
+    min_score: float | None,
+) -> Tensor:
     """Which nodes may still have a child among the `budget` best of all, [R, W] bool.
 
     scores: of all nodes so far.  grows: [R] bool, whether a request's tree may be deeper.
     A child is worth no more than its parent, and loses ties against what was created before it:
-    with `budget` nodes worth as much as the parent there is no room.
+    with `budget` nodes worth as much as the parent there is no room, nor below `min_score`.
     """
     pool = torch.cat(scores, 1)
     grown = grows[:, None].expand_as(frontier_scores)
+    if min_score is not None:
+        grown = grown & (frontier_scores >= min_score)
     if pool.shape[1] < budget:
         return grown
     if budget == 0:
