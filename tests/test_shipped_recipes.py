@@ -11,8 +11,13 @@ from treespark.recipe import load_recipe
 
 def training_recipes(repository):
     # Mixtures and evaluations are recipes of other kinds: tests/data/test_mixture.py, below.
-    paths = (repository / "recipes").rglob("*.yaml")
-    return [p for p in paths if "mixture" not in p.name and p.parent.name != "bench"]
+    folders = (repository / "recipes", repository / "recipes" / "ablations")
+    paths = [path for folder in folders for path in folder.glob("*.yaml")]
+    return [path for path in paths if "mixture" not in path.name]
+
+
+def shipped_drafters(repository):
+    return [path.parent for path in (repository / "recipes").rglob("config.json")]
 
 
 def shipped_recipes(repository):
@@ -69,10 +74,27 @@ def test_baselines_differ_from_treespark_in_drafter_losses_and_policy_alone(repo
 def test_every_shipped_recipe_loads_and_writes_to_a_folder_of_its_own(repository):
     paths = training_recipes(repository)
     found = shipped_recipes(repository)
-    # 5 methods and 3 ablations for each of 3 targets, and the shipped drafter's own.
-    assert len(found) == len(paths) == 3 * 8 + 1
-    outputs = [values["output"]["dir"] for name, values in found.items() if name != "recipe"]
+    # 5 methods and 3 ablations for each of 3 targets.
+    assert len(found) == len(paths) == 3 * 8
+    outputs = [values["output"]["dir"] for values in found.values()]
     assert len(set(outputs)) == len(outputs)
+
+
+def test_shipped_drafters_share_data_and_steps_and_follow_their_recipes(repository):
+    found, folders = shipped_recipes(repository), shipped_drafters(repository)
+    assert "drafter" in {folder.name for folder in folders}
+    own = [load_recipe(folder / "recipe.yaml").model_dump(mode="json") for folder in folders]
+    # Where they were trained, and how exactly it computed.
+    free = {"output.dir", "data.store", "target.dtype", "train.dtype"}
+    for folder, values in zip(folders, own, strict=True):
+        name = "treespark" if folder.name == "drafter" else folder.name
+        changes = differences(found[f"smollm2-135m-{name}"], values)
+        budget = {key for key in changes if key.startswith(("data.", "train."))}
+        assert changes.keys() <= budget | free | {"losses.warmup", "policy.frontier"}, folder
+        shared = {key: values["train"][key] for key in ("max_steps", "global_batch", "seed")}
+        assert shared == {"max_steps": 4000, "global_batch": 2, "seed": 42}, folder
+        assert values["data"]["continuations"] == own[0]["data"]["continuations"], folder
+        assert (values["data"]["num_anchors"], values["optim"]) == (48, own[0]["optim"]), folder
 
 
 def test_evaluation_recipes_name_drafters_that_training_recipes_make(repository):
@@ -85,9 +107,9 @@ def test_evaluation_recipes_name_drafters_that_training_recipes_make(repository)
     for path in paths:
         recipe = load_suite_recipe(path)
         for folder in recipe.drafters.values():
-            assert folder.name == "drafter"
-            shipped = (folder / "config.json").is_file()
-            assert shipped or str(folder.parent) in made, f"{path}: {folder}"
+            shipped = folder in shipped_drafters(repository)
+            trained = folder.name == "drafter" and str(folder.parent) in made
+            assert shipped or trained, f"{path}: {folder}"
 
 
 @pytest.mark.parametrize("size", ["4b", "8b"])

@@ -207,6 +207,18 @@ def test_unfinished_run_says_so(tmp_path):
     assert notes(study)[0].startswith("The run is not finished: 1 cells are missing.")
 
 
+def test_sets_say_which_machine_they_were_measured_on(tmp_path):
+    versions = {"processor": "faster", "packages": {"torch": "2.13.0"}}
+    folders = [one_cell_run(tmp_path / "1"), one_cell_run(tmp_path / "2", "b", versions=versions)]
+    (study,) = read_studies(folders)
+    assert any(note.startswith("The sets were measured on 2 machines") for note in notes(study))
+    shown = dict(facts(study))
+    assert shown["machine 1"] == "A: treespark 0.1.0, torch 2.13.0"
+    assert shown["machine 2"] == "B: processor faster, torch 2.13.0"
+    (alone,) = read_studies(folders[:1])
+    assert not any("machines" in note for note in notes(alone))
+
+
 def test_nothing_is_written_where_something_is_wrong(tmp_path):
     good = one_cell_run(tmp_path / "run")
     with pytest.raises(UsageError, match="absent"):

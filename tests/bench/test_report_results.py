@@ -171,7 +171,10 @@ def test_runs_of_one_target_make_one_study_and_others_their_own(tmp_path):
         ({"dtype": "bfloat16"}, "2: dtype bfloat16, but float32 in .*1$"),
         ({"device": "elsewhere"}, "2: device elsewhere, but cpu in .*1$"),
         ({"threads": 1}, "2: threads 1, but 2 in .*1$"),
-        ({"versions": {"packages": {"torch": "2.9.0"}}}, "2: torch 2.9.0, but 2.13.0 in .*1$"),
+        (
+            {"versions": {"packages": {"torch": "2.9.0"}}},
+            "2: dataset a with torch 2.9.0, but 2.13.0 in .*1: a set has to be measured on one",
+        ),
         (
             {"drafters": {"treespark": {"path": "drafters/treespark", "fingerprint": "e" * 64}}},
             "2: drafter treespark is not the one of .*1$",
@@ -183,6 +186,17 @@ def test_runs_that_do_not_belong_together_are_refused(tmp_path, changes, message
     folders = [one_cell_run(tmp_path / "1"), one_cell_run(tmp_path / "2", **changes)]
     with pytest.raises(UsageError, match=message):
         read_studies(folders)
+
+
+def test_sets_may_be_spread_over_machines_but_none_over_two(tmp_path):
+    other = {"versions": {"processor": "faster", "packages": {"torch": "2.13.0"}}}
+    first, second = one_cell_run(tmp_path / "1"), one_cell_run(tmp_path / "2", "b", **other)
+    again = one_cell_run(tmp_path / "3", "c")
+    (study,) = read_studies([first, second, again])
+    sets = [[dataset.name for dataset in datasets] for _, datasets in study.machines]
+    assert sets == [["a", "c"], ["b"]]
+    with pytest.raises(UsageError, match=r"4: dataset b with processor None, but faster in .*2: "):
+        read_studies([first, second, one_cell_run(tmp_path / "4", "b", "treespark")])
 
 
 def test_another_subset_of_a_set_is_refused(tmp_path):

@@ -206,6 +206,18 @@ def test_methods_and_repeats_may_be_added_to_a_run(tmp_path):
     assert [row.name for row in both.setting.methods] == [m["name"] for m in METHODS]
 
 
+def test_datasets_may_be_measured_one_at_a_time(tmp_path):
+    both = [{"name": "gsm8k", "count": 2}, {"name": "mt-bench", "count": 1, "traced_prompts": 0}]
+    recipe = write_suite(tmp_path, methods=METHODS[:2], datasets=both, traced_prompts=1)
+    first = run_suite(recipe, datasets=["mt-bench"])
+    assert {cell.dataset for cell in first.cells} == {"mt-bench"}
+    assert first.traces() == []
+    whole = run_suite(recipe)
+    assert whole.cells[: len(first.cells)] == first.cells
+    assert len(whole.cells) == 4
+    assert {trace[0].dataset for trace in whole.traces()} == {"gsm8k"}
+
+
 def test_what_was_measured_stays_where_a_recipe_asks_for_less(tmp_path):
     first = run_suite(write_suite(tmp_path, methods=METHODS[:2], concurrencies=[1, 2], repeats=2))
     less = run_suite(write_suite(tmp_path, methods=METHODS))

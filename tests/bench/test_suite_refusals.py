@@ -162,6 +162,13 @@ def test_a_mistake_is_named_and_nothing_is_written(tmp_path, changes, message):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_dataset_that_the_recipe_lacks_is_refused(tmp_path):
+    recipe = write_suite(tmp_path)
+    with pytest.raises(UsageError, match=r"^--dataset gsm9k: the recipe has gsm8k, mt-bench$"):
+        run_suite(recipe, datasets=["gsm8k", "gsm9k"])
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

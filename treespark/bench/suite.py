@@ -46,7 +46,7 @@ from treespark.target.model import TargetModel
 from treespark.target.template import load_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
     from treespark.bench.suite_recipe import SuiteRecipe
@@ -62,13 +62,15 @@ def run_suite(
     *,
     out: Path | None = None,
     data: Path | None = None,
+    datasets: Sequence[str] = (),
     keep_ids: bool = False,
     device: str | None = None,
 ) -> SuiteRun:
     """Measure what the recipe `path` asks for and is not in the run folder yet; return the run.
 
-    out, data, keep_ids: in place of the recipe's. SIGINT and SIGTERM end it at once with the
-    finished cells kept. Exits with 1 where float32 answers of two methods differ.
+    out, data, keep_ids: in place of the recipe's. datasets: measure these of the recipe's alone.
+    SIGINT and SIGTERM end it at once with the finished cells kept. Exits with 1 where float32
+    answers of two methods differ.
     Raises UsageError, before anything is measured, for whatever does not fit.
     """
     recipe = load_suite_recipe(path)
@@ -77,13 +79,14 @@ def run_suite(
         update={name: value for name, value in given.items() if value is not None}
     )
     check_folder(recipe.out, f"out {recipe.out}")
+    chosen = recipe.chosen(datasets)
     suite = _prepare(recipe, device)
     _merged_setting(recipe.out, suite.setting)
     with SuiteWriter(recipe.out) as writer, StopRequest() as stop:
         # Again, as only now nobody else can write there; and never before the lock is held.
         setting = _merged_setting(recipe.out, suite.setting, writer.finished)
         write_setting(recipe.out, setting)
-        finished = _Measurement(suite, writer, stop).run()
+        finished = _Measurement(suite, chosen, writer, stop).run()
     if not finished:
         sys.stderr.write(f"stopped; finished cells are in {recipe.out}, start again to go on\n")
         raise SystemExit(stop.exit_code)
@@ -259,6 +262,7 @@ class _Measurement:
     """The cells and traces that are missing, one after the other."""
 
     suite: _Suite
+    datasets: Collection[str]
     writer: SuiteWriter
     stop: StopRequest
 
@@ -269,7 +273,8 @@ class _Measurement:
             (repeat, concurrency, index)
             for repeat in range(recipe.repeats)
             for concurrency in recipe.concurrencies
-            for index in range(len(self.suite.selections))
+            for index, selection in enumerate(self.suite.selections)
+            if selection.row.name in self.datasets
         ]
         missing = sum(
             len(self._missing(*group)) * len(self.suite.selections[group[2]].prompts)
@@ -330,7 +335,8 @@ class _Measurement:
         jobs = [
             (TraceKey(prompt.file, method.row.name, prompt.name), method, prompt)
             for selection in suite.selections
-            for prompt in selection.prompts[: recipe.traced_prompts]
+            if selection.row.name in self.datasets
+            for prompt in selection.prompts[: recipe.num_traced(selection.row.name)]
             for method in suite.methods
             if method.drafter is not None
         ]

@@ -13,11 +13,14 @@ from pydantic import Field, model_validator
 
 from treespark.bench.workloads import HUB, WORKLOADS, select
 from treespark.data.mixture_recipe import Name
+from treespark.errors import UsageError
 from treespark.recipe import Count, CountOrZero, TargetSection
 from treespark.sections import ConflictError, Section, resolve_paths, validate
 from treespark.yaml_source import Key, read_mapping
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from treespark.bench.workloads import Selection
 
 # The default seed of DeepSpec's evaluation; the paper does not state its own (algorithms 6).
@@ -41,13 +44,15 @@ class DatasetSection(Section):
     """One workload of `treespark/bench/workloads.py`.
 
     count: None is the paper's. file: a JSONL file in place of the one in the `data` folder. hub:
-    take it from the Hugging Face hub.
+    take it from the Hugging Face hub. traced_prompts: in place of the recipe's, as 0 for a set
+    whose texts may not be shown to others.
     """
 
     name: Name
     count: Count | None = None
     file: Path | None = None
     hub: bool = False
+    traced_prompts: CountOrZero | None = None
 
     @model_validator(mode="after")
     def _check(self) -> DatasetSection:
@@ -154,6 +159,22 @@ class SuiteRecipe(Section):
                 message = f"dataset {dataset.name}: need file, hub, or data for all datasets"
                 raise ConflictError(message, f"datasets.{place}.name")
         return self
+
+    def chosen(self, names: Sequence[str]) -> set[str]:
+        """Return the names of datasets to measure, all for none given.
+
+        Raises UsageError for one that the recipe lacks.
+        """
+        known = [dataset.name for dataset in self.datasets]
+        for name in names:
+            if name not in known:
+                raise UsageError(f"--dataset {name}: the recipe has {', '.join(known)}")
+        return set(names or known)
+
+    def num_traced(self, name: str) -> int:
+        """Return of how many prompts of the dataset `name` trees are recorded."""
+        own = next(d.traced_prompts for d in self.datasets if d.name == name)
+        return self.traced_prompts if own is None else own
 
     def source(self, dataset: DatasetSection) -> Path | str:
         """Return where a dataset comes from: file, folder or HUB."""

@@ -26,6 +26,7 @@ from treespark.errors import UsageError
 from treespark.target.template import load_tokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from treespark.bench.load_summary import Outcome
@@ -42,16 +43,18 @@ def run_server_suite(
     *,
     out: Path | None = None,
     data: Path | None = None,
+    datasets: Sequence[str] = (),
 ) -> SuiteRun:
     """Measure one method of a recipe on a server, `concurrency` requests at a time; return the run.
 
     The server has to serve the recipe's target by that method. Where it is one of ours, its trees
     are compared with the method's; for the rest only its answers can tell. Raises UsageError for a
     run folder without such a method, other prompts, a server that cannot be reached or has other
-    trees, and requests that fail; finished cells stay.
+    trees, and requests that fail; finished cells stay. datasets: measure these alone.
     """
     recipe = load_suite_recipe(path)
     recipe = recipe.model_copy(update={"out": out or recipe.out, "data": data or recipe.data})
+    chosen = recipe.chosen(datasets)
     setting = read_setting(recipe.out)
     names = [row.name for row in setting.methods]
     if method not in names:
@@ -68,7 +71,7 @@ def run_server_suite(
         for repeat in range(setting.repeats):
             for selection in selections:
                 key = CellKey(selection.row.name, method, concurrency, repeat)
-                if key not in writer.finished:
+                if key.dataset in chosen and key not in writer.finished:
                     _check_trees(url, setting, method)
                     _measure(key, selection, url, setting.max_tokens, writer)
     return SuiteRun(recipe.out)

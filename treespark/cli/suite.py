@@ -24,6 +24,10 @@ def bench_suite(
         Path | None,
         typer.Option(help="Folder of the datasets' files. Default: the recipe's `data`."),
     ] = None,
+    dataset: Annotated[
+        list[str] | None,
+        typer.Option(help="Measure this dataset of the recipe alone; can be repeated."),
+    ] = None,
     url: Annotated[
         str | None,
         typer.Option(help="Server to measure instead, with --method and --concurrency."),
@@ -46,12 +50,16 @@ def bench_suite(
                 raise UsageError(f"{option} {value}: goes with --url")
         from treespark.bench.suite import run_suite
 
-        run = run_suite(recipe, out=out, data=data, keep_ids=keep_ids, device=device)
+        run = run_suite(
+            recipe, out=out, data=data, datasets=dataset or (), keep_ids=keep_ids, device=device
+        )
     else:
         if method is None or concurrency is None:
             raise UsageError(f"--url {url}: needs --method and --concurrency")
         from treespark.bench.suite_server import run_server_suite
 
-        run = run_server_suite(recipe, url, method, concurrency, out=out, data=data)
+        run = run_server_suite(
+            recipe, url, method, concurrency, out=out, data=data, datasets=dataset or ()
+        )
     typer.echo(f"{len(run.cells)} cells in {run.folder}")
     typer.echo(f"tables and figures: treespark report suite {quote(str(run.folder))} --out FOLDER")

@@ -60,6 +60,20 @@ class Study:
         return max((method.depth for method in self.methods), default=0)
 
     @property
+    def machines(self) -> list[tuple[SuiteRun, list[DatasetRow]]]:
+        """One run of each machine, with the datasets that were measured there."""
+        found: list[tuple[SuiteRun, list[DatasetRow]]] = []
+        for run in self.runs:
+            names = {key.dataset for key in run.finished}
+            own = [dataset for dataset in run.setting.datasets if dataset.name in names]
+            same = [s for r, s in found if r.setting.machine == run.setting.machine]
+            if same:
+                same[0].extend(dataset for dataset in own if dataset not in same[0])
+            else:
+                found.append((run, own))
+        return found
+
+    @property
     def num_missing(self) -> int:
         """Cells that the settings ask for and no run has finished."""
         wanted: set[CellKey] = set()
@@ -127,6 +141,7 @@ def read_studies(folders: Sequence[Path]) -> list[Study]:
     for runs in groups.values():
         for run in runs[1:]:
             _check_pair(runs[0], run)
+        _check_machines(runs)
         _check_cells(runs)
     return [Study(_target_name(runs[0].setting), runs) for runs in groups.values()]
 
@@ -139,10 +154,6 @@ def _check_pair(first: SuiteRun, other: SuiteRun) -> None:
     """Raise UsageError unless the numbers of both runs may stand in one table."""
     for name in _COMMON:
         ours, theirs = getattr(other.setting, name), getattr(first.setting, name)
-        if ours != theirs:
-            raise UsageError(f"{other.folder}: {name} {ours}, but {theirs} in {first.folder}")
-    for name, ours in other.setting.machine.items():
-        theirs = first.setting.machine[name]
         if ours != theirs:
             raise UsageError(f"{other.folder}: {name} {ours}, but {theirs} in {first.folder}")
     for name, facts in other.setting.drafters.items():
@@ -165,3 +176,18 @@ def _check_cells(runs: Sequence[SuiteRun]) -> None:
             if key in owners:
                 raise UsageError(f"{run.folder}: {tuple(key)} is also in {owners[key]}")
             owners[key] = run.folder
+
+
+def _check_machines(runs: Sequence[SuiteRun]) -> None:
+    """Raise UsageError unless each dataset was measured on one machine, so that gains are fair."""
+    owners: dict[str, SuiteRun] = {}
+    for run in runs:
+        for dataset in sorted({key.dataset for key in run.finished}):
+            first = owners.setdefault(dataset, run)
+            for name, ours in run.setting.machine.items():
+                theirs = first.setting.machine[name]
+                if ours != theirs:
+                    raise UsageError(
+                        f"{run.folder}: dataset {dataset} with {name} {ours}, but {theirs} in "
+                        f"{first.folder}: a set has to be measured on one machine"
+                    )

@@ -189,6 +189,11 @@ def notes(study: Study) -> list[str]:
         if reason is not None:
             said.append(f"The paper's own numbers are not shown beside ours: {reason}.")
             break
+    if len(study.machines) > 1:
+        said.append(
+            f"The sets were measured on {len(study.machines)} machines, each set on one of them "
+            "(see Setting): gains on a set are of one machine, means in tokens / s of them all."
+        )
     names = [method.name for method in study.methods]
     for kind, name in (("baseline", study.setting.baseline), ("control", study.setting.control)):
         if name not in names:
@@ -231,7 +236,7 @@ def facts(study: Study) -> list[tuple[str, str]]:
         ("number type, device, threads", f"{setting.dtype}, {setting.device}, {setting.threads}"),
         ("answers", f"at most {setting.max_tokens} tokens, seed {setting.seed}"),
         ("repeats, concurrencies", f"{study.repeats}; {', '.join(map(str, study.concurrencies))}"),
-        ("versions", _described(setting.versions)),
+        *_machine_facts(study),
     ]
     for d in study.datasets:
         drawn = f"{d.subset_size} of {d.pool_size} prompts, subset {d.subset_sha256[:16]}"
@@ -248,6 +253,19 @@ def facts(study: Study) -> list[tuple[str, str]]:
         began = ", ".join(f"{load:.2f}" for load in setting.load_average)
         shown.append(("load average", f"{began} at the start; at most {busy:.2f} later"))
     return shown
+
+
+def _machine_facts(study: Study) -> list[tuple[str, str]]:
+    machines = study.machines
+    if len(machines) < 2:
+        return [("versions", _described(study.setting.versions))]
+    return [
+        (
+            f"machine {number}",
+            f"{', '.join(d.title for d in datasets)}: {_described(run.setting.versions)}",
+        )
+        for number, (run, datasets) in enumerate(machines, 1)
+    ]
 
 
 def _name(source: str) -> str:
