@@ -45,7 +45,7 @@ class Preset:
 
 
 # Zhou et al. (algorithms 4.1): 8 children per node, at most 64 nodes.
-_BRANCH_CAP, _NODE_CAP = 8, 64
+BRANCH_CAP, NODE_CAP = 8, 64
 # Ours: DeepSpec's evaluator, which has the option, cuts nothing unless it is told to.
 _MIN_CONFIDENCE = 0.5
 PRESETS = {
@@ -59,9 +59,9 @@ PRESETS = {
     # As many children as nodes: with fewer it would not be the best of all prefixes.
     "ddtree": Preset("DDTree", TREE, {"proposal": MARGINAL, "stop": BUDGET}, MAX_BRANCHING),
     "calibrated": Preset(
-        "Calibrated", TREE, {"priority": SURVIVAL, "stop": THRESHOLD}, _BRANCH_CAP, _NODE_CAP
+        "Calibrated", TREE, {"priority": SURVIVAL, "stop": THRESHOLD}, BRANCH_CAP, NODE_CAP
     ),
-    "best-first": Preset("Best-first", TREE, {"stop": BUDGET}, _BRANCH_CAP),
+    "best-first": Preset("Best-first", TREE, {"stop": BUDGET}, BRANCH_CAP),
 }
 # Least survival of a node by requests at a time, greedy decoding (algorithms 4.1).
 _LADDER = ((4, 0.02), (8, 0.05))

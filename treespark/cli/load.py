@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs `bench serve`, load on a server with vLLM's flags, and `bench acceptance`."""
+"""The verbs `bench serve`, load on a server with vLLM's flags, `bench acceptance`, `calibrate`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -135,6 +135,44 @@ def bench_acceptance(
         batch_size=batch_size,
         max_tokens=max_tokens,
         replay=replay,
+        dtype=dtype,
+        device=device,
+        out=out,
+        as_json=as_json,
+    )
+
+
+@bench.command("calibrate")
+def bench_calibrate(
+    target: Target,
+    drafter: Annotated[Path, typer.Option("--drafter", help="Folder of the drafter.")],
+    prompts: Annotated[
+        list[Path], typer.Option("--prompts", help="JSONL file of prompts; repeatable.")
+    ],
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Prompts of each file. Default: all.")
+    ] = None,
+    budget: Annotated[int, typer.Option(help="Nodes of the trees.")] = 64,
+    branching: Annotated[int, typer.Option(help="Children per parent.")] = 8,
+    max_tokens: MaxTokens = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests decoded at a time.")] = 8,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fit a drafter's chances to what is accepted: alpha and beta of the calibrated method."""
+    from treespark.bench.calibration import run_calibration
+
+    run_calibration(
+        target,
+        drafter,
+        prompts,
+        num_prompts=num_prompts,
+        budget=budget,
+        branching=branching,
+        batch_size=batch_size,
+        max_tokens=max_tokens,
         dtype=dtype,
         device=device,
         out=out,
