@@ -152,7 +152,7 @@ def bench_calibrate(
     num_prompts: Annotated[
         int | None, typer.Option(min=1, help="Prompts of each file. Default: all.")
     ] = None,
-    budget: Annotated[int, typer.Option(help="Nodes of the trees.")] = 64,
+    budget: Annotated[int, typer.Option(min=1, help="Nodes of the trees.")] = 64,
     branching: Annotated[int, typer.Option(help="Children per parent.")] = 8,
     max_tokens: MaxTokens = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests decoded at a time.")] = 8,
